@@ -1,0 +1,229 @@
+"""Which backend serves a call, and every reason why.
+
+Two backends exist: ``triton`` (our kernels, on a supported GPU or in Triton's interpreter) and ``torch`` (torch's
+own operators). A public function asks :func:`use_triton` with the reasons that its operator family lists.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fusedops.runtime.device import device_facts
+from fusedops.runtime.settings import BACKENDS, SETTINGS, Backend
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# Oldest NVIDIA architecture that the kernels are compiled and tested for.
+_MINIMUM_CAPABILITY = 75
+
+
+class BackendError(RuntimeError):
+    """The Triton backend was demanded for a call that it cannot serve. The message lists every reason."""
+
+
+class FallbackWarning(UserWarning):
+    """A call with GPU tensors runs on torch's operators instead of fusedops' kernels."""
+
+
+class _ThreadState(threading.local):
+    forced: Backend | None = None
+
+
+_thread = _ThreadState()
+# torch.compile guards on plain globals, not on thread-local state: traced code reads this copy, so that a graph
+# compiled under ``backend("torch")`` is not reused outside it.
+_traced_mode: Backend = SETTINGS.backend
+_warned: set[tuple[str, str]] = set()
+
+
+def backend_mode() -> Backend:
+    """What this thread asks for: the innermost :class:`backend` context, else ``FUSEDOPS_BACKEND``."""
+    if torch.compiler.is_compiling():
+        return _traced_mode
+    forced = _thread.forced
+    return SETTINGS.backend if forced is None else forced
+
+
+class backend:  # noqa: N801 (a context manager, used like a function)
+    """Context manager: run fusedops' operators on the named backend, in this thread.
+
+    Args:
+        name: ``"auto"``, ``"triton"`` (an error where the kernels cannot serve a call) or ``"torch"``.
+
+    Raises:
+        ValueError: ``name`` is none of these.
+
+    Example:
+        >>> import torch, fusedops
+        >>> with fusedops.backend("torch"):
+        ...     y = fusedops.layer_norm(torch.ones(2, 8), 8)
+    """
+
+    def __init__(self, name: Backend) -> None:
+        if name not in BACKENDS:
+            raise ValueError(f"name must be one of {', '.join(map(repr, BACKENDS))}; got {name!r}")
+        self.name = name
+        self._before: list[tuple[Backend | None, Backend]] = []
+
+    def __enter__(self) -> backend:
+        global _traced_mode
+        self._before.append((_thread.forced, _traced_mode))
+        _thread.forced = _traced_mode = self.name
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _traced_mode
+        _thread.forced, _traced_mode = self._before.pop()
+
+
+def might_use_triton(device: torch.device) -> bool:
+    """A cheap first answer: False where no reason needs to be listed because torch serves the call anyway."""
+    mode = backend_mode()
+    if mode == "auto":
+        return device.type == "cuda" or (SETTINGS.interpret and device.type == "cpu")
+    # A meta tensor has no data for a kernel; torch's shape functions answer whatever the mode.
+    return mode == "triton" and device.type != "meta"
+
+
+def device_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """Every reason why no fusedops kernel can run on this device with these dtypes (empty: one can)."""
+    reasons = list(_device_reasons(device.type, device.index))
+    for dtype in dict.fromkeys(dtypes):
+        if dtype not in KERNEL_DTYPES:
+            reasons.append(f"{_name(dtype)}: the kernels take float32, float16 and bfloat16")
+    if torch.bfloat16 in dtypes and device.type == "cuda" and not reasons:
+        reasons += _bfloat16_reasons(device.index)
+    return reasons
+
+
+def _device_reasons(kind: str, index: int | None) -> tuple[str, ...]:
+    reasons = []
+    if not HAS_TRITON:
+        reasons.append("Triton is not installed")
+    if kind == "cpu":
+        if not SETTINGS.interpret:
+            reasons.append("the tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly)")
+    elif kind != "cuda":
+        reasons.append(f"device type {kind!r}: the kernels run on CUDA and ROCm devices")
+    elif SETTINGS.interpret:
+        reasons.append("TRITON_INTERPRET=1 is set: the kernels take CPU tensors in this process")
+    elif not torch.cuda.is_available():
+        reasons.append("torch finds no CUDA or ROCm device")
+    else:
+        facts = device_facts(torch.device(kind, index or 0))
+        if facts.vendor == "nvidia" and facts.capability < _MINIMUM_CAPABILITY:
+            reasons.append(f"{facts.name} is {facts.arch}: the kernels need sm_{_MINIMUM_CAPABILITY} or newer")
+    return tuple(reasons)
+
+
+# Facts about a device never change in a process, so a traced graph may hold them as constants. This is what
+# torch.compiler.assume_constant_result sets; calling that would import all of Dynamo with fusedops.
+_device_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _bfloat16_reasons(index: int | None) -> list[str]:
+    facts = device_facts(torch.device("cuda", index or 0))
+    if facts.vendor == "nvidia" and facts.capability < 80:
+        return [f"bfloat16 needs sm_80 or newer; {facts.name} is {facts.arch}"]
+    return []
+
+
+def use_triton(operator: str, reasons: list[str], device: torch.device) -> bool:
+    """True when the kernels serve the call. A refusal on a GPU warns once with all reasons.
+
+    Raises:
+        BackendError: the Triton backend is demanded and there are reasons against it.
+    """
+    if not reasons:
+        return True
+    if backend_mode() == "triton":
+        raise BackendError(f"{operator}: the Triton backend cannot serve this call: {'; '.join(reasons)}")
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        _warn_once(operator, "; ".join(reasons))
+    return False
+
+
+def _warn_once(operator: str, text: str) -> None:
+    if (operator, text) not in _warned:
+        _warned.add((operator, text))
+        warnings.warn(f"{operator} runs on torch's operators: {text}", FallbackWarning, stacklevel=4)
+
+
+def can_launch(tensor: torch.Tensor) -> bool:
+    """Whether a library op may launch its kernel for this tensor; else it computes its reference formula.
+
+    The public functions have asked :func:`use_triton` before; this serves graphs that were exported on one
+    machine and run on another, and the backward of what they hold.
+    """
+    return tensor.dtype in KERNEL_DTYPES and not _device_reasons(tensor.device.type, tensor.device.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which backend serves a call and why. ``reasons`` lists everything that keeps Triton from serving it."""
+
+    function: str
+    backend: Literal["triton", "torch"]
+    mode: Backend
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.function}: {self.backend} backend (asked for: {self.mode})"
+        if self.backend == "torch" and not self.reasons:
+            return head + "\n  the Triton kernels could serve this call"
+        return head + "".join(f"\n  - {reason}" for reason in self.reasons)
+
+
+def explainable(
+    reasons: Callable[..., tuple[torch.device, list[str]]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of a public function: ``reasons(*args, **kwargs)`` lists what keeps Triton from serving a call."""
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__fusedops_reasons__ = reasons  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend would serve ``function(*args, **kwargs)``, with *every* reason against Triton.
+
+    Nothing is computed and nothing is launched.
+
+    Args:
+        function: a public fusedops function, such as ``fusedops.layer_norm``.
+        *args, **kwargs: what it would be called with.
+
+    Raises:
+        TypeError: ``function`` is not a public fusedops function, or the arguments are wrong for it.
+        ValueError: the arguments are wrong for it.
+
+    Example:
+        >>> import torch, fusedops
+        >>> print(fusedops.explain(fusedops.rms_norm, torch.ones(4, 8, dtype=torch.float64), 8).backend)
+        torch
+    """
+    listed = getattr(function, "__fusedops_reasons__", None)
+    if listed is None:
+        name = getattr(function, "__qualname__", repr(function))
+        raise TypeError(f"function must be a public fusedops function, such as fusedops.linear; got {name}")
+    _, reasons = listed(*args, **kwargs)
+    mode = backend_mode()
+    served: Literal["triton", "torch"] = "triton" if not reasons and mode != "torch" else "torch"
+    if mode == "torch":
+        reasons = ['the torch backend is asked for (FUSEDOPS_BACKEND or fusedops.backend("torch"))', *reasons]
+    return Explanation(function.__name__, served, mode, tuple(reasons))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,41 @@
+"""Checks of arguments, each an error that names the argument, what it got and what it takes.
+
+They run on every call, so each is a few attribute reads; the text is only built when a check fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+
+def describe(value: Any) -> str:
+    """A value as an error message shows it: a tensor by dtype, shape and device."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"a {dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def wrong_type(function: str, argument: str, takes: str, got: Any) -> NoReturn:
+    raise TypeError(f"{function}: {argument} must be {takes}; got {describe(got)}")
+
+
+def wrong_value(function: str, argument: str, takes: str, got: Any) -> NoReturn:
+    raise ValueError(f"{function}: {argument} must be {takes}; got {describe(got)}")
+
+
+def check_tensor(function: str, argument: str, value: Any) -> None:
+    """A strided floating-point tensor."""
+    if not isinstance(value, torch.Tensor):
+        wrong_type(function, argument, "a torch.Tensor", value)
+    if not value.is_floating_point():
+        wrong_type(function, argument, "a floating-point tensor", value)
+    if value.layout is not torch.strided:
+        wrong_type(function, argument, f"a strided tensor (its layout is {value.layout})", value)
+
+
+def check_same_device(function: str, argument: str, value: torch.Tensor, like: str, other: torch.Tensor) -> None:
+    if value.device != other.device:
+        wrong_value(function, argument, f"on the device of {like} ({other.device})", value)
