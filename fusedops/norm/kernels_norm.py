@@ -249,7 +249,7 @@ def norm_backward_columns_kernel(
     NEED_DB: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Gradients of weight and bias for wide rows: program (block, split) owns BLOCK_N columns of every splits-th row."""
+    """Gradients of weight and bias for wide rows: program (block, split) owns BLOCK_N columns of some rows."""
     program = tl.program_id(0)
     split = (program % splits).to(tl.int64)
     cols = (program // splits) * BLOCK_N + tl.arange(0, BLOCK_N)
