@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops.autotune.resolve import resolve
 from fusedops.norm.tuning import NormConfig, NormProblem, default_config
 from fusedops.runtime.device import device_facts, device_guard
 from fusedops.runtime.launch import ceil_div, next_power_of_2, options
@@ -299,7 +300,7 @@ def _as_rows(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 def _config(matrix: torch.Tensor, backward: bool) -> NormConfig:
     problem = NormProblem(matrix.shape[1], matrix.element_size(), backward)
-    return default_config(problem, device_facts(matrix.device))
+    return resolve(problem, matrix.device, default_config)
 
 
 def norm_forward(

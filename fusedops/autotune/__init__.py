@@ -1,0 +1,1 @@
+"""Launch configurations: which one a kernel runs with."""

@@ -1,0 +1,121 @@
+"""The norms inside torch.compile, checkpointing, autocast, fake tensors and torch.library's own checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+from tests.harness.tensors import randn
+from tests.norm.problems import NORMS
+
+
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_opcheck(kernel_runner, center, affine):
+    x = randn(3, 4, 24, device=kernel_runner.device, layout="transposed", requires_grad=True)
+    weight = randn(24, device=kernel_runner.device, requires_grad=True) if affine else None
+    bias = randn(24, device=kernel_runner.device, requires_grad=True) if affine and center else None
+    op = torch.ops.fusedops.norm.default
+    torch.library.opcheck(op, (x, weight, bias, 1, 1e-5, 0.0, center, torch.float32))
+    x, weight, bias = (t if t is None else t.detach() for t in (x, weight, bias))
+    _, mean, rstd = op(x, weight, bias, 1, 1e-5, 0.0, center, torch.float32)
+    torch.library.opcheck(
+        torch.ops.fusedops.norm_backward.default,
+        (torch.randn_like(x), x, weight, mean, rstd, 1, 0.0, center, True, affine, bias is not None, torch.float32),
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_compiled_equals_eager(runner, norm, dynamic):
+    def function(x, weight):
+        return norm.fused(x, (24,), weight, None)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (3, 6):
+        x, weight = (randn(*s, device=runner.device, requires_grad=True) for s in ((rows, 24), (24,)))
+        eager, traced = function(x, weight), compiled(x, weight)
+        assert torch.equal(eager, traced)
+        grad = torch.randn_like(eager)
+        for a, b in zip(*(torch.autograd.grad(y, (x, weight), grad) for y in (eager, traced)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_compiled_graph_follows_the_backend_context(kernel_runner):
+    x = randn(3, 24, device=kernel_runner.device)
+
+    def function(x):
+        return fusedops.layer_norm(x, 24)
+
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=keep, fullgraph=True)
+    compiled(x)
+    with fusedops.backend("torch"):
+        compiled(x)
+    assert any("fusedops.norm" in name for name in graphs[0])
+    assert not any("fusedops.norm" in name for name in graphs[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_checkpointing(runner, norm, use_reentrant):
+    x, weight = (randn(*s, device=runner.device, requires_grad=True) for s in ((3, 24), (24,)))
+
+    def function(x, weight):
+        return norm.fused(x.sin(), (24,), weight, None).cos()
+
+    grads = torch.autograd.grad(function(x, weight).sum(), (x, weight))
+    checkpoint(function, x, weight, use_reentrant=use_reentrant).sum().backward()
+    assert torch.equal(x.grad, grads[0])
+    assert torch.equal(weight.grad, grads[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_autocast_gives_torchs_dtype(runner, norm, dtype):
+    x, weight = (randn(*s, dtype=dtype, device=runner.device, requires_grad=True) for s in ((3, 24), (24,)))
+    torchs = torch.nn.functional.layer_norm if norm.center else torch.nn.functional.rms_norm
+    with torch.autocast(runner.device.type, dtype=torch.bfloat16):
+        y = norm.fused(x, (24,), weight, None)
+        assert y.dtype == torchs(x, (24,), weight).dtype
+    grads = torch.autograd.grad(y.float().sum(), (x, weight))
+    assert [g.dtype for g in grads] == [dtype, dtype]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_meta_and_fake_tensors_need_no_data(kernel_runner, norm):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    meta = norm.fused(torch.empty(3, 24, dtype=torch.bfloat16, device="meta"), (24,), None, None)
+    assert (meta.shape, meta.dtype) == ((3, 24), torch.bfloat16)
+    with FakeTensorMode():
+        fake = norm.fused(torch.empty(3, 24, dtype=torch.bfloat16, device=kernel_runner.device), (24,), None, None)
+    assert (fake.shape, fake.dtype) == ((3, 24), torch.bfloat16)
+
+
+def test_export_then_run_and_backward(kernel_runner):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(24, device=kernel_runner.device))
+
+        def forward(self, x):
+            return fusedops.rms_norm(x, 24, self.weight)
+
+    model = Model()
+    x = randn(3, 24, device=kernel_runner.device, requires_grad=True)
+    exported = torch.export.export(model, (x,))
+    assert any("fusedops.norm" in str(node.target) for node in exported.graph.nodes)
+    y = exported.module()(x)
+    assert torch.equal(y, model(x))
+    grads = [torch.autograd.grad(out.sum(), x)[0] for out in (y, model(x))]
+    assert torch.equal(*grads)

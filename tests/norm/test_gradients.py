@@ -1,0 +1,87 @@
+"""What autograd asks of the norms: only the gradients wanted, the same to the bit every time, nothing overwritten."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.harness.tensors import randn
+from tests.norm.problems import NORMS
+
+SUBSETS = [s for s in itertools.product((False, True), repeat=3) if any(s)]
+
+
+def leaves(device, subset, width=24, rows=6):
+    x = randn(rows, width, device=device, requires_grad=subset[0])
+    weight = randn(width, device=device, requires_grad=subset[1])
+    bias = randn(width, device=device, requires_grad=subset[2])
+    return x, weight, bias
+
+
+@pytest.mark.parametrize("width", [24, 9000], ids=["held", "looped"])
+@pytest.mark.parametrize("subset", SUBSETS, ids=lambda s: "".join(n for n, w in zip("xwb", s, strict=True) if w))
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_every_subset_of_inputs_that_require_gradients(runner, norm, subset, width):
+    tensors = leaves(runner.device, subset, width)
+    grad = torch.randn(6, width, device=runner.device)
+    if not norm.center:
+        if not any(subset[:2]):
+            pytest.skip("rms_norm has no bias")
+        tensors = (*tensors[:2], None)
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    everything = [t if t is None else t.detach().requires_grad_() for t in tensors]
+    full = torch.autograd.grad(
+        norm.fused(everything[0], (width,), *everything[1:]), [e for e in everything if e is not None], grad
+    )
+    full = [f for f, t in zip(full, (t for t in tensors if t is not None), strict=True) if t.requires_grad]
+    for ours, same in zip(
+        torch.autograd.grad(norm.fused(tensors[0], (width,), *tensors[1:]), wanted, grad), full, strict=True
+    ):
+        torch.testing.assert_close(ours, same, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [24, 9000], ids=["held", "looped"])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_backward_is_deterministic_and_leaves_its_inputs_alone(runner, norm, width):
+    x, weight, bias = leaves(runner.device, (True, True, True), width, rows=40)
+    bias = bias if norm.center else None
+    wanted = [t for t in (x, weight, bias) if t is not None]
+    before = [t.detach().clone() for t in wanted]
+    versions = [t._version for t in wanted]
+    y = norm.fused(x, (width,), weight, bias)
+    grad = torch.randn_like(y)
+    kept = grad.clone()
+    first = torch.autograd.grad(y, wanted, grad, retain_graph=True)
+    second = torch.autograd.grad(y, wanted, grad)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(grad, kept)
+    for tensor, value, version in zip(wanted, before, versions, strict=True):
+        assert torch.equal(tensor, value)
+        assert tensor._version == version
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_no_gradient_keeps_no_graph(runner, norm):
+    x, weight, bias = leaves(runner.device, (True, True, True))
+    with torch.no_grad():
+        assert norm.fused(x, (24,), weight, bias if norm.center else None).grad_fn is None
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_second_derivative_names_the_way_out(kernel_runner, norm):
+    x = randn(4, 24, device=kernel_runner.device, requires_grad=True)
+    (grad,) = torch.autograd.grad(norm.fused(x, (24,), None, None).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r'no second derivative.*fusedops\.backend\("torch"\)'):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_second_derivative_on_the_torch_backend(norm):
+    import fusedops
+
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    with fusedops.backend("torch"):
+        assert torch.autograd.gradgradcheck(lambda t: norm.fused(t, (5,), None, None), (x,))
