@@ -30,7 +30,7 @@ def _check_shape(function: str, input: torch.Tensor, normalized_shape: int | Seq
             wrong_type(function, "normalized_shape", "an int or a sequence of ints", normalized_shape)
     if not shape:
         wrong_value(function, "normalized_shape", "of at least one dimension", normalized_shape)
-    if input.shape[-len(shape) :] != shape or input.dim() < len(shape):
+    if input.shape[-len(shape) :] != shape:
         for size in shape:
             if not isinstance(size, (int, torch.SymInt)):
                 wrong_type(function, "normalized_shape", "an int or a sequence of ints", normalized_shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 
 def norm(
@@ -89,15 +88,16 @@ def torch_norm(
 ) -> torch.Tensor:
     """The torch backend: torch's own fused operator wherever it means the same, else :func:`norm`."""
     if center:
+        # torch.layer_norm is what F.layer_norm calls, without the cost of its wrapper.
         # torch takes parameters of the input's dtype; on the CPU float32 ones beside a 16-bit input too.
         dtype = input.dtype
         if (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
-            return F.layer_norm(input, normalized_shape, weight, bias, eps)
+            return torch.layer_norm(input, normalized_shape, weight, bias, eps)
         mixed = input.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16)
         if mixed and all(p is None or p.dtype == torch.float32 for p in (weight, bias)):
-            return F.layer_norm(input, normalized_shape, weight, bias, eps)
+            return torch.layer_norm(input, normalized_shape, weight, bias, eps)
     elif weight_offset == 0.0 and (weight is None or weight.dtype == input.dtype):
-        return F.rms_norm(input, normalized_shape, weight, eps)
+        return torch.rms_norm(input, normalized_shape, weight, eps)
     return norm(input, weight, bias, len(normalized_shape), eps, weight_offset, center, output_dtype(input))[0]
 
 

@@ -87,7 +87,20 @@ class backend:  # noqa: N801 (a context manager, used like a function)
 
 def might_use_triton(device: torch.device) -> bool:
     """A cheap first answer: False where no reason needs to be listed because torch serves the call anyway."""
-    mode = backend_mode()
+    if torch.compiler.is_compiling():
+        return _might_use_triton(_traced_mode, device)
+    # Reading device.type builds a string, which costs more than all the rest of this call: remember the answers.
+    answers = _answers[_thread.forced]
+    answer = answers.get(device)
+    if answer is None:
+        answer = answers[device] = _might_use_triton(backend_mode(), device)
+    return answer
+
+
+_answers: dict[Backend | None, dict[torch.device, bool]] = {name: {} for name in (None, *BACKENDS)}
+
+
+def _might_use_triton(mode: Backend, device: torch.device) -> bool:
     if mode == "auto":
         return device.type == "cuda" or (SETTINGS.interpret and device.type == "cpu")
     # A meta tensor has no data for a kernel; torch's shape functions answer whatever the mode.

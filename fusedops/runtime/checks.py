@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
+_STRIDED = torch.strided
+_FLOATING = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
 
 def describe(value: Any) -> str:
     """A value as an error message shows it: a tensor by dtype, shape and device."""
@@ -27,13 +30,14 @@ def wrong_value(function: str, argument: str, takes: str, got: Any) -> NoReturn:
 
 
 def check_tensor(function: str, argument: str, value: Any) -> None:
-    """A strided floating-point tensor."""
+    """A strided tensor of float32, float16, bfloat16 or float64."""
+    if isinstance(value, torch.Tensor) and value.dtype in _FLOATING and value.layout is _STRIDED:
+        return
     if not isinstance(value, torch.Tensor):
         wrong_type(function, argument, "a torch.Tensor", value)
-    if not value.is_floating_point():
-        wrong_type(function, argument, "a floating-point tensor", value)
-    if value.layout is not torch.strided:
-        wrong_type(function, argument, f"a strided tensor (its layout is {value.layout})", value)
+    if value.dtype not in _FLOATING:
+        wrong_type(function, argument, "a floating-point tensor (float32, float16, bfloat16 or float64)", value)
+    wrong_type(function, argument, f"a strided tensor (its layout is {value.layout})", value)
 
 
 def check_same_device(function: str, argument: str, value: torch.Tensor, like: str, other: torch.Tensor) -> None:
