@@ -1,0 +1,1 @@
+"""What the tests share: the repaired interpreter, the error rule, awkward tensors, offline compilation."""
