@@ -87,10 +87,12 @@ def norm_forward_looped_kernel(
     """Program i owns row i, walked in blocks: once for the statistics, once for the output.
 
     The mean and the centred sum of squares of the blocks are combined by the pairwise update of Chan, Golub,
-    LeVeque 1983 (equation 2.1), which stays exact where E[x²] - E[x]² would cancel.
+    LeVeque 1983 (equation 2.1), which stays exact where E[x²] - E[x]² would cancel. The mean is carried as a sum of
+    two floats: rounding it once a block would cost an ulp of a mean that may be far larger than the deviation.
     """
     row = tl.program_id(0).to(tl.int64)
     mean = 0.0
+    mean_low = 0.0
     square = 0.0
     for start in range(0, width, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -101,9 +103,14 @@ def norm_forward_looped_kernel(
             count = tl.minimum(start + BLOCK_N, width) * 1.0 - seen
             block_mean = tl.sum(x, axis=0) / count
             centred = tl.where(mask, x - block_mean, 0.0)
-            delta = block_mean - mean
-            mean += delta * (count / (seen + count))
-            square += tl.sum(centred * centred, axis=0) + delta * delta * (seen * count / (seen + count))
+            rest = tl.sum(centred, axis=0) / count  # what rounding left out of block_mean
+            delta = (block_mean - mean) + (rest - mean_low)
+            change = delta * (count / (seen + count))
+            new_mean = mean + change
+            mean_low += change - (new_mean - mean)
+            mean = new_mean
+            block_square = tl.sum(centred * centred, axis=0) - rest * rest * count
+            square += block_square + delta * delta * (seen * count / (seen + count))
         else:
             square += tl.sum(x * x, axis=0)
     rstd = tl.rsqrt(square / width + eps)
@@ -115,7 +122,7 @@ def norm_forward_looped_kernel(
         mask = cols < width
         x = tl.load(X + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
         if CENTER:
-            x = x - mean
+            x = (x - mean) - mean_low
         y = _affine((x * rstd)[None, :], W, B, cols, mask, weight_offset, HAS_WEIGHT, HAS_BIAS)
         tl.store(Y + row * width + cols[None, :], y.to(Y.dtype.element_ty), mask=mask[None, :])
 
