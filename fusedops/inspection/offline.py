@@ -1,0 +1,211 @@
+"""Compile the launches of an operator for any GPU, on a machine that has none.
+
+A launcher is called with CPU tensors while :func:`capture_launches` pretends to be the GPU and writes each
+``kernel[grid](…)`` down instead of running it; :func:`compile_launch` compiles one of them through Triton's ordinary
+path, with a driver that answers the one question asked: which GPU is it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusedops.inspection.resources import Resources, amd_resources, nvidia_resources
+from fusedops.runtime.backend import HAS_TRITON
+from fusedops.runtime.device import TARGETS, DeviceFacts, pretend
+
+
+class CompilationError(RuntimeError):
+    """A kernel does not compile for a target. The message is the compiler's, shortened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One captured ``kernel[grid](*args, **kwargs)``."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grid: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel compiled for a target.
+
+    Attributes:
+        name: the kernel's.
+        target: a key of :data:`fusedops.runtime.device.TARGETS`.
+        registers: a thread (AMD: vector registers a lane).
+        spill_bytes: bytes a thread that do not fit into registers.
+        shared: bytes of shared memory (LDS) a program.
+        num_warps: warps (wavefronts) a program, those that the compiler added included.
+        seconds: that compiling took; about 0 where Triton's own cache had it.
+        asm: the compiler's stages by name: ``ttir``, ``ttgir``, ``ptx``, ``cubin``, ``amdgcn``, …
+    """
+
+    name: str
+    target: str
+    registers: int
+    spill_bytes: int
+    shared: int
+    num_warps: int
+    seconds: float = field(compare=False)
+    asm: Mapping[str, Any] = field(repr=False, compare=False)
+
+
+def target_facts(target: str) -> DeviceFacts:
+    """Facts of a target by name; ValueError naming the known ones for another name."""
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
+    return TARGETS[target]
+
+
+@contextlib.contextmanager
+def capture_launches(target: str) -> Iterator[list[Launch]]:
+    """Within the context no kernel runs: each launch is appended to the list that is returned.
+
+    Launchers choose their configurations as if the tensors lay on ``target``. What they return is uninitialised.
+
+    Args:
+        target: a key of :data:`fusedops.runtime.device.TARGETS`.
+
+    Raises:
+        ValueError: ``target`` is unknown.
+        RuntimeError: Triton is missing, or interprets kernels in this process.
+
+    Example:
+        >>> import torch
+        >>> from fusedops.inspection.offline import capture_launches, compile_launch
+        >>> from fusedops.norm.kernels_norm import norm_forward
+        >>> with capture_launches("sm_90") as launches:
+        ...     _ = norm_forward(torch.ones(4, 64), None, None, 1, 1e-5, 0.0, True, torch.float32)
+        >>> compile_launch(launches[0], "sm_90").spill_bytes
+        0
+    """
+    facts = target_facts(target)
+    _check_triton()
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        if callable(grid):
+            grid = grid({**dict(zip(self.arg_names, args, strict=False)), **kwargs})
+        launches.append(Launch(self, args, kwargs, tuple(grid)))
+
+    run = JITFunction.run
+    JITFunction.run = record
+    try:
+        with pretend(facts):
+            yield launches
+    finally:
+        JITFunction.run = run
+
+
+def compile_launch(launch: Launch, target: str) -> Compiled:
+    """Compile a captured launch for a target, specialised on its arguments as a real launch would be.
+
+    Raises:
+        ValueError: ``target`` is unknown.
+        CompilationError: the kernel does not compile.
+        ToolError: a tool that reads the machine code is missing.
+    """
+    facts = target_facts(target)
+    _check_triton()
+    start = time.perf_counter()
+    printed = io.StringIO()  # a failing ptxas makes Triton print the whole PTX
+    with _offline_driver(target, facts), contextlib.redirect_stdout(printed):
+        try:
+            kernel = launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.kwargs)
+        except Exception as error:
+            raise CompilationError(f"{launch.name} for {target}: {_shortened(error)}") from error
+    seconds = time.perf_counter() - start
+    resources = _resources(kernel.asm, facts)
+    metadata = kernel.metadata
+    return Compiled(
+        name=launch.name,
+        target=target,
+        registers=resources.registers,
+        spill_bytes=resources.spill_bytes,
+        shared=int(metadata.shared),
+        num_warps=int(metadata.num_warps),
+        seconds=seconds,
+        asm=kernel.asm,
+    )
+
+
+def compile_launches(target: str, call: Callable[[], object]) -> list[Compiled]:
+    """Compile every launch that ``call()`` makes; arguments and errors as of the two functions above."""
+    with capture_launches(target) as launches:
+        call()
+    return [compile_launch(launch, target) for launch in launches]
+
+
+def _resources(asm: Mapping[str, Any], facts: DeviceFacts) -> Resources:
+    if facts.vendor == "amd":
+        return amd_resources(asm["amdgcn"])
+    return nvidia_resources(asm["cubin"], asm["ptx"], facts.capability)
+
+
+def _check_triton() -> None:
+    if not HAS_TRITON:
+        raise RuntimeError("offline compilation needs Triton, which is not installed")
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    if not isinstance(tl.sum, JITFunction):
+        raise RuntimeError("offline compilation needs a process without TRITON_INTERPRET=1, which interprets kernels")
+
+
+class _OfflineDriver:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, target: str, facts: DeviceFacts) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        # Kernels keep what they compiled by device: a name of its own a target keeps them apart.
+        self._device = f"offline {target}"
+        if facts.vendor == "amd":
+            self._target = GPUTarget("hip", facts.arch, facts.warp_size)
+        else:
+            self._target = GPUTarget("cuda", facts.capability, facts.warp_size)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return self._device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _offline_driver(target: str, facts: DeviceFacts) -> Iterator[None]:
+    from triton.runtime.driver import driver
+
+    # The public getter would start the real driver, or fail where there is none.
+    name = "_active" if hasattr(driver, "_active") else "active"
+    before = getattr(driver, name)
+    driver.set_active(_OfflineDriver(target, facts))
+    try:
+        yield
+    finally:
+        setattr(driver, name, before)
+
+
+def _shortened(error: Exception, lines: int = 20) -> str:
+    """The message without the program text that some of the compiler's errors carry."""
+    text = [line[:300] for line in str(error).splitlines() if line.strip()]
+    if len(text) > lines:
+        text = [*text[:lines], f"… {len(text) - lines} more lines"]
+    return f"{type(error).__name__}: " + "\n".join(text)

@@ -1,0 +1,164 @@
+"""Offline compilation for the tests: cases, and a worker process that compiles them.
+
+Kernels are interpreted in pytest's own process, so another one, without ``TRITON_INTERPRET``, compiles them. It is
+started on first use, one in each pytest-xdist worker, and speaks JSON, a line a message. Its Triton cache stays between
+runs (``FUSEDOPS_TEST_CACHE`` names the folder): a kernel whose source is unchanged is not compiled again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusedops.runtime.device import TARGETS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# bfloat16 does not exist on sm_75, where the operators refuse it: cases with it are for these targets.
+BFLOAT16_TARGETS = frozenset(TARGETS) - {"sm_75"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a launcher, compiled for each target.
+
+    Attributes:
+        id: unique in its module; reads aloud.
+        make: returns a call without arguments that runs the launcher on CPU tensors of the right dtypes and shapes
+            (few rows: only their strides and dtypes count). Imports of kernel modules belong inside: the list of cases
+            is read where Triton may be missing.
+        targets: keys of ``fusedops.runtime.device.TARGETS``; None: all of them.
+    """
+
+    id: str
+    make: Callable[[], Callable[[], object]]
+    targets: frozenset[str] | None = None
+
+
+def all_cases() -> dict[str, Case]:
+    """Every case of every ``tests/compile/cases_<family>.py``, by ``<family>/<id>``."""
+    import tests.compile as package
+
+    found: dict[str, Case] = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name.startswith("cases_")):
+        for case in importlib.import_module(f"tests.compile.{module}").CASES:
+            name = f"{module.removeprefix('cases_')}/{case.id}"
+            if name in found:
+                raise ValueError(f"two cases are named {name}")
+            found[name] = case
+    return found
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels stay between runs."""
+    named = os.environ.get("FUSEDOPS_TEST_CACHE")
+    if named:
+        return Path(named).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("fusedops-tests", appauthor=False))
+
+
+class CompileWorker:
+    """The process that compiles. It is started by the first request and again after it died."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the worker)
+
+    def compile(self, case: str, target: str) -> list[dict[str, Any]]:
+        """What each launch of a case compiles to: the fields of ``fusedops.inspection.offline.Compiled`` less asm.
+
+        Raises:
+            AssertionError: a kernel does not compile; the message is the compiler's, shortened.
+        """
+        return self._ask({"case": case, "target": target, "compile": True})
+
+    def kernels(self, case: str, target: str) -> list[str]:
+        """Names of the kernels that a case launches; nothing is compiled."""
+        return self._ask({"case": case, "target": target, "compile": False})
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+        self._errors.close()
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            code = self._process.wait()
+            self._process = None
+            self._errors.seek(0)
+            raise AssertionError(f"the compiler died ({code}) on {request}: {self._errors.read()[-2000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise AssertionError(answer["error"])
+        return answer["result"]
+
+    def _start(self) -> subprocess.Popen[str]:
+        left_out = ("TRITON_INTERPRET", "FUSEDOPS_BACKEND")
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
+        environment["OMP_NUM_THREADS"] = "1"
+        self._errors.seek(0)
+        self._errors.truncate()
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.harness.compile"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+
+def _serve() -> None:
+    """The worker's side: answer requests until the pipe closes."""
+    # The compiler's libraries print to the process's standard output; the answers get a pipe of their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from fusedops.inspection.offline import capture_launches, compile_launch
+
+    cases = all_cases()
+    for line in sys.stdin:
+        request = json.loads(line)
+        target = request["target"]
+        try:
+            call = cases[request["case"]].make()
+            with capture_launches(target) as launches:
+                call()
+            if request["compile"]:
+                result: list[Any] = [_plain(compile_launch(launch, target)) for launch in launches]
+            else:
+                result = [launch.name for launch in launches]
+            answer = {"result": result}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _plain(compiled: Any) -> dict[str, Any]:
+    names = ("name", "target", "registers", "spill_bytes", "shared", "num_warps", "seconds")
+    return {name: getattr(compiled, name) for name in names}
+
+
+if __name__ == "__main__":
+    _serve()
