@@ -1,0 +1,113 @@
+"""Kernels compile for GPUs that are not there, and what the compiler reports about them is read right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fusedops.inspection.offline import capture_launches, target_facts
+from fusedops.inspection.resources import Resources, ToolError, amd_resources
+from tests.harness.compile import ROOT, cache_folder
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def probes() -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FUSEDOPS_BACKEND")}
+    environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.inspection.probes"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+@needs_triton
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_a_simple_kernel_spills_nothing(probes, target):
+    found = probes[f"simple {target}"]
+    assert found["name"] == "simple_kernel"
+    assert found["spill_bytes"] == 0
+    assert found["shared"] == 0
+    assert 0 < found["registers"] < 64
+    assert found["num_warps"] == 4
+
+
+@needs_triton
+@pytest.mark.parametrize("target", ["sm_80", "sm_100"])
+def test_a_kernel_that_holds_too_much_spills(probes, target):
+    found = probes[f"greedy {target}"]
+    assert found["registers"] == 32
+    assert found["spill_bytes"] >= 4 * (64 * 64 // 32 - 32)
+
+
+@needs_triton
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_a_products_operands_lie_in_shared_memory(probes, target):
+    assert probes[f"product {target}"]["shared"] >= 64 * 64 * 2
+
+
+@needs_triton
+def test_a_captured_launch_does_not_run(probes):
+    assert probes["arch"] == "sm_90"
+    assert probes["grid"] == [4]
+    assert probes["untouched"]
+    assert probes["again"]
+
+
+@needs_triton
+def test_everything_is_as_before_afterwards(probes):
+    assert probes["arch_after"] == "interpreter"
+    assert "launch_after" in probes
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("probe", "cause"), [("wrong", "wrong_kernel for sm_90"), ("assembler", "simple_kernel for sm_90")]
+)
+def test_a_kernel_that_does_not_compile_is_a_short_error(probes, probe, cause):
+    message = probes[probe]
+    assert message.startswith(cause)
+    assert len(message) < 4000
+    assert ".visible" not in message
+
+
+def test_an_unknown_target():
+    with pytest.raises(ValueError, match=r"target must be one of sm_75, .*; got 'sm_12'"):
+        target_facts("sm_12")
+
+
+@pytest.mark.interpreter
+def test_a_process_that_interprets_kernels_cannot_compile_them():
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), capture_launches("sm_90"):
+        pass
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.setattr("fusedops.inspection.offline.HAS_TRITON", False)
+    with pytest.raises(RuntimeError, match="needs Triton"), capture_launches("sm_90"):
+        pass
+
+
+AMD = """
+    .private_segment_fixed_size: {scratch}
+    .sgpr_count:     24
+    .sgpr_spill_count: 0
+    .vgpr_count:     130
+    .vgpr_spill_count: {spills}
+"""
+
+
+def test_amds_metadata():
+    assert amd_resources(AMD.format(scratch=0, spills=0)) == Resources(130, 0)
+    assert amd_resources(AMD.format(scratch=64, spills=9)) == Resources(130, 64)
+    assert amd_resources(AMD.format(scratch=64, spills=0)) == Resources(130, 0)  # a local array, no spill
+    with pytest.raises(ToolError):
+        amd_resources("s_endpgm")
