@@ -1,6 +1,10 @@
 """fusedops: fused GPU operators for PyTorch, written in Triton."""
 
+from fusedops import nn
+from fusedops.attention.functional import attention, scaled_dot_product_attention
+from fusedops.linear.functional import linear
 from fusedops.norm.functional import layer_norm, rms_norm
+from fusedops.patching import PatchError, PatchReport, patch, patched, plan, unpatch
 from fusedops.runtime.backend import BackendError, FallbackWarning, backend, explain
 
 __version__ = "0.1.0"
@@ -8,8 +12,18 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError",
     "FallbackWarning",
+    "PatchError",
+    "PatchReport",
+    "attention",
     "backend",
     "explain",
     "layer_norm",
+    "linear",
+    "nn",
+    "patch",
+    "patched",
+    "plan",
     "rms_norm",
+    "scaled_dot_product_attention",
+    "unpatch",
 ]

@@ -1,0 +1,1 @@
+"""Matrix product, bias and activation in one: ``linear``."""

@@ -1,0 +1,82 @@
+"""What the linear family's forward and backward kernels share: device functions, and helpers of the launchers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.autotune.resolve import resolve
+from fusedops.linear.tuning import LinearConfig, LinearProblem, Product, default_config
+from fusedops.runtime.launch import ceil_div
+
+
+@triton.jit
+def tile_of(program, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUP: tl.constexpr):
+    """(block row, block column) of the result tile that a program owns.
+
+    Programs that run at the same time cover a patch of GROUP block rows, column by column, so that the operands'
+    tiles they read are shared in the cache.
+    """
+    block_rows = tl.cdiv(rows, BLOCK_ROWS)
+    block_cols = tl.cdiv(cols, BLOCK_COLS)
+    patch = program // (GROUP * block_cols)
+    first = patch * GROUP
+    height = tl.minimum(block_rows - first, GROUP)
+    inside = program % (GROUP * block_cols)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """a(z) in float32; the names and formulas of activations.py. None: z itself."""
+    if ACTIVATION == "relu":
+        z = tl.where(z <= 0, 0.0, z)  # NaN passes, as torch's
+    elif ACTIVATION == "gelu":
+        z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh u) / 2 = σ(2u), u = √(2/π) (z + 0.044715 z³)
+        z = z * sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    elif ACTIVATION == "silu":
+        z = z * sigmoid(z)
+    else:
+        tl.static_assert(ACTIVATION is None)
+    return z
+
+
+@triton.jit
+def times_derivative(dy, s, ACTIVATION: tl.constexpr):
+    """dy · a′ in float32, where s is the pre-activation or, for relu, the output (``derivative_of``)."""
+    if ACTIVATION == "relu":
+        dy = tl.where(s <= 0, 0.0, dy)
+    elif ACTIVATION == "gelu":
+        # Φ(z) + z φ(z)
+        dy = dy * (0.5 + 0.5 * tl.erf(s * 0.7071067811865476) + s * 0.3989422804014327 * tl.exp(-0.5 * s * s))
+    elif ACTIVATION == "gelu_tanh":
+        # σ + z σ (1 - σ) 2u′
+        g = sigmoid(1.5957691216057308 * (s + 0.044715 * s * s * s))
+        dy = dy * (g + s * g * (1.0 - g) * (1.5957691216057308 * (1.0 + 0.134145 * s * s)))
+    elif ACTIVATION == "silu":
+        g = sigmoid(s)
+        dy = dy * (g * (1.0 + s * (1.0 - g)))
+    else:
+        tl.static_assert(ACTIVATION is None)
+    return dy
+
+
+def config_for(
+    product: Product, rows: int, cols: int, depth: int, operand: torch.Tensor, activation: str | None, allow_tf32: bool
+) -> LinearConfig:
+    """The configuration of a product with a result of (rows, cols) on the operand's device."""
+    problem = LinearProblem.of(product, rows, cols, depth, operand.element_size(), activation, allow_tf32)
+    return resolve(problem, operand.device, default_config)
+
+
+def tiles(config: LinearConfig, rows: int, cols: int) -> tuple[int]:
+    """The grid: a program for each tile of the result."""
+    return (ceil_div(rows, config.rows) * ceil_div(cols, config.cols),)

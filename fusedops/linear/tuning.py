@@ -1,0 +1,260 @@
+"""Launch configurations of the linear kernels: the problem, the space that may be searched, and the defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fusedops.linear.activations import ACTIVATIONS
+from fusedops.runtime.device import TARGETS, DeviceFacts
+from fusedops.runtime.launch import ceil_div, next_power_of_2
+
+Product = Literal["forward", "grad_input", "grad_weight"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProblem:
+    """One of the three products, result (rows, cols) summed over depth. Make it with :meth:`of`.
+
+    Attributes:
+        product: ``forward`` Y = a(X Wᵀ + b): (M, N) over K; ``grad_input`` dX = dZ W: (M, K) over N;
+            ``grad_weight`` dW = dZᵀ X: (N, K) over M.
+        rows, cols, depth: its sizes, each rounded up to a power of two, so that near problems are one problem.
+        itemsize: bytes of an operand's element.
+        activation: what the kernel applies: a in the forward, a′ in the prologue of a gradient's product.
+        tf32: float32 operands may be rounded to TF32.
+    """
+
+    product: Product
+    rows: int
+    cols: int
+    depth: int
+    itemsize: int
+    activation: str | None
+    tf32: bool = False
+
+    @classmethod
+    def of(
+        cls, product: Product, rows: int, cols: int, depth: int, itemsize: int, activation: str | None, tf32: bool
+    ) -> LinearProblem:
+        rows, cols, depth = map(next_power_of_2, (rows, cols, depth))
+        return cls(product, rows, cols, depth, itemsize, activation, tf32 and itemsize == 4)
+
+    @property
+    def derives(self) -> bool:
+        """The kernel computes a derivative in its prologue."""
+        return self.product != "forward" and self.activation is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Attributes:
+    rows, cols: the tile of the result that a program owns.
+    depth: how much of the summed dimension a step takes.
+    num_stages: steps in flight.
+    num_warps: warps a program.
+    group: block rows a patch of neighbouring programs covers.
+    prologue: False for a gradient's product with an activation: dZ = dY ∘ a′ is better computed once, by a pass
+        of its own, than in the prologue of the product, which repeats it for every block column.
+    """
+
+    rows: int
+    cols: int
+    depth: int
+    num_stages: int
+    num_warps: int
+    group: int = 8
+    prologue: bool = True
+
+    def shared_memory(self, problem: LinearProblem) -> int:
+        """Bytes of shared memory, at most about: the steps in flight, or the result on its way out."""
+        step = (self.rows + self.cols) * self.depth
+        if problem.derives:
+            step += self.rows * self.depth
+        return problem.itemsize * max(self.num_stages * step, self.rows * self.cols)
+
+
+SPACE = tuple(
+    LinearConfig(rows, cols, depth, num_stages, num_warps, group, prologue)
+    for rows in (16, 32, 64, 128, 256)
+    for cols in (32, 64, 128, 256)
+    for depth in (16, 32, 64, 128)
+    for num_stages in (2, 3, 4, 5)
+    for num_warps in (2, 4, 8)
+    for group in (1, 8)
+    for prologue in (True, False)
+)
+
+_Tiles = tuple[LinearConfig, ...]
+_C = LinearConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Tiles of one architecture, each tuple from large to small; the first that suits the problem is taken.
+
+    Attributes:
+        half: 16-bit operands.
+        tf32: float32 operands on TF32 tensor cores (empty where there are none).
+        full: float32 operands in full precision.
+        derive_half, derive_full: gradients' products with a derivative in their prologue, which wants registers.
+        budget: what reading dY and the saved tensor and writing dZ costs an element, in instructions that the
+            device could issue meanwhile: 128 lanes · 6 bytes / (bytes of device memory a clock a multiprocessor).
+    """
+
+    half: _Tiles
+    tf32: _Tiles
+    full: _Tiles
+    derive_half: _Tiles
+    derive_full: _Tiles
+    budget: int
+
+
+# Where rows are few (a small batch, one token) the weight is read once, whatever the tile: thin tiles, deep steps.
+_SKINNY = (_C(32, 64, 128, 3, 4), _C(32, 32, 128, 3, 4), _C(16, 64, 128, 4, 4), _C(16, 32, 128, 4, 4))
+_SKINNY_TF32 = (_C(32, 32, 64, 3, 4), _C(16, 32, 64, 4, 4))
+_SKINNY_FULL = (_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4))
+_FULL = (_C(64, 64, 16, 3, 4), *_SKINNY_FULL)
+_AMPERE_TF32 = (_C(128, 128, 32, 3, 8), _C(64, 128, 32, 3, 4), _C(64, 64, 32, 3, 4), *_SKINNY_TF32)
+_CONSUMER = Defaults(
+    half=(_C(128, 128, 32, 3, 8), _C(64, 128, 32, 3, 4), _C(64, 64, 32, 3, 4), *_SKINNY),
+    tf32=(_C(128, 64, 32, 3, 8), _C(64, 64, 32, 3, 4), *_SKINNY_TF32),
+    full=_FULL,
+    derive_half=(_C(64, 64, 32, 3, 4), _C(32, 64, 32, 3, 4), _C(16, 64, 32, 3, 4)),
+    derive_full=(_C(64, 64, 16, 2, 4), *_SKINNY_FULL),
+    budget=170,
+)
+
+DEFAULTS: dict[str, Defaults] = {
+    "sm_75": Defaults(
+        # Triton has no tensor-core path for Turing: plain multiply-adds.
+        half=(_C(64, 64, 16, 2, 4), _C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
+        tf32=(),
+        full=_FULL,
+        derive_half=(_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
+        derive_full=(_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
+        budget=140,
+    ),
+    "sm_80": Defaults(
+        half=(_C(128, 256, 32, 3, 8), _C(128, 128, 32, 4, 8), _C(64, 128, 32, 4, 4), _C(64, 64, 64, 4, 4), *_SKINNY),
+        tf32=_AMPERE_TF32,
+        full=_FULL,
+        derive_half=_CONSUMER.derive_half,
+        derive_full=_CONSUMER.derive_full,
+        budget=60,
+    ),
+    "sm_86": _CONSUMER,
+    "sm_90": Defaults(
+        half=(_C(128, 256, 64, 3, 8), _C(128, 128, 64, 4, 8), _C(64, 128, 64, 4, 4), _C(64, 64, 64, 4, 4), *_SKINNY),
+        tf32=_AMPERE_TF32,
+        full=_FULL,
+        derive_half=(_C(128, 128, 64, 3, 8), _C(64, 128, 32, 3, 4), _C(64, 64, 32, 3, 4), _C(16, 64, 32, 3, 4)),
+        derive_full=_CONSUMER.derive_full,
+        budget=55,
+    ),
+    "sm_100": Defaults(
+        half=(_C(128, 256, 64, 3, 8), _C(128, 128, 64, 4, 8), _C(64, 128, 64, 4, 4), _C(64, 64, 64, 4, 4), *_SKINNY),
+        tf32=_AMPERE_TF32,
+        full=_FULL,
+        derive_half=_CONSUMER.derive_half,
+        derive_full=_CONSUMER.derive_full,
+        budget=30,
+    ),
+    "gfx942": Defaults(
+        half=(_C(128, 128, 64, 2, 8), _C(64, 64, 64, 2, 4), _C(32, 64, 64, 2, 4), _C(16, 64, 64, 2, 4)),
+        tf32=(),
+        full=_FULL,
+        derive_half=(_C(64, 64, 32, 2, 4), _C(32, 64, 32, 2, 4), _C(16, 64, 32, 2, 4)),
+        derive_full=(_C(64, 64, 16, 2, 4), *_SKINNY_FULL),
+        budget=90,
+    ),
+    "gfx1100": Defaults(
+        half=(_C(128, 128, 32, 2, 8), _C(64, 64, 32, 2, 4), _C(32, 64, 32, 2, 4), _C(16, 64, 32, 2, 4)),
+        tf32=(),
+        full=_FULL,
+        derive_half=(_C(32, 64, 32, 2, 4), _C(16, 64, 32, 2, 4)),
+        derive_full=(_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
+        budget=190,
+    ),
+    # Its cost is an operation's, whatever the block: few large blocks.
+    "interpreter": Defaults(
+        half=(_C(64, 64, 64, 1, 4),),
+        tf32=(),
+        full=(_C(64, 64, 64, 1, 4),),
+        derive_half=(_C(64, 64, 64, 1, 4),),
+        derive_full=(_C(64, 64, 64, 1, 4),),
+        budget=1 << 30,
+    ),
+}
+
+
+# Below this many instructions a multiprocessor, a launch of its own costs more than the derivative repeated: 3 µs.
+_LAUNCH = 650_000
+# What a second operand tile costs the product an element, loads and cache traffic, in the same unit.
+_SECOND_OPERAND = 10
+
+
+def prune(config: LinearConfig, problem: LinearProblem, facts: DeviceFacts) -> str | None:
+    """Why the configuration cannot or should not serve the problem on this device; None: it can."""
+    if not config.prologue and not problem.derives:
+        return "nothing to compute before the product"
+    if config.shared_memory(problem) > facts.shared_memory:
+        return f"more than {facts.shared_memory} bytes of shared memory"
+    threads = config.num_warps * facts.warp_size
+    if threads > 1024:
+        return "more than 1024 threads a program"
+    if config.rows * config.cols > 128 * threads:
+        return "more than 128 sums a thread"
+    if (config.rows >= 2 * max(problem.rows, 16)) or (config.cols >= 2 * max(problem.cols, 64)):
+        return "more than half of the tile is padding"
+    return None
+
+
+def defaults_for(facts: DeviceFacts) -> Defaults:
+    """The table's entry for a device, known or not: the nearest older relative's."""
+    if facts.vendor == "amd":
+        return DEFAULTS["gfx942" if facts.arch.startswith("gfx9") else "gfx1100"]
+    if facts.vendor == "interpreter":
+        return DEFAULTS["interpreter"]
+    capability = facts.capability
+    if capability < 80:
+        return DEFAULTS["sm_75"]
+    if capability == 80:
+        return DEFAULTS["sm_80"]
+    if 90 <= capability < 120 and facts.shared_memory >= TARGETS["sm_90"].shared_memory:
+        return DEFAULTS["sm_100" if capability >= 100 else "sm_90"]
+    return DEFAULTS["sm_86"]
+
+
+def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
+    """A configuration that always fits: the largest tile of the table that leaves no multiprocessor idle."""
+    defaults = defaults_for(facts)
+    if problem.itemsize < 4:
+        tiles = defaults.derive_half if problem.derives else defaults.half
+    elif problem.derives:
+        tiles = defaults.derive_full
+    else:
+        tiles = (problem.tf32 and defaults.tf32) or defaults.full
+    fitting = [c for c in tiles if prune(c, problem, facts) is None] or [tiles[-1]]
+    # A tile of fewer than 64 rows only where there are no more rows: it reads the other operand once for few.
+    fitting = [c for c in fitting if c.rows >= min(problem.rows, 64)] or fitting
+    chosen = fitting[-1]
+    for config in fitting:
+        if ceil_div(problem.rows, config.rows) * ceil_div(problem.cols, config.cols) >= facts.multiprocessor_count:
+            chosen = config
+            break
+    if problem.derives and not _prologue_pays(problem, chosen, defaults.budget, facts):
+        chosen = replace(chosen, prologue=False)
+    return chosen
+
+
+def _prologue_pays(problem: LinearProblem, config: LinearConfig, budget: int, facts: DeviceFacts) -> bool:
+    """Whether repeating the derivative in every block column costs less than a pass that computes dZ once.
+
+    Both in instructions that the device could have issued: repeated, an element of dZ costs ``Activation.cost`` for
+    each block column of the result; a pass costs its memory traffic and a launch.
+    """
+    assert problem.activation is not None
+    repeated = ceil_div(problem.cols, config.cols) * (ACTIVATIONS[problem.activation].cost + _SECOND_OPERAND)
+    elements = problem.rows * problem.depth
+    return elements * (repeated - budget) <= _LAUNCH * facts.multiprocessor_count
