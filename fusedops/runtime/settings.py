@@ -18,6 +18,14 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 
+# The environment variable of each field of Settings.
+VARIABLES = {
+    "backend": "FUSEDOPS_BACKEND",
+    "cache_dir": "FUSEDOPS_CACHE_DIR",
+    "interpret": "TRITON_INTERPRET",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the environment asks for.

@@ -1,0 +1,59 @@
+# What a contributor types. Each target first creates the environment in .venv (or brings it up to date).
+#
+#   make demo     a pretrained encoder and a training run through fusedops, with a picture: demo.png
+#   make test     every test that this machine can run
+#   make lint     ruff and mypy
+#   make bench    the host's overhead; on a GPU machine also correctness and speed of every operator
+#   make clean    remove .venv and everything that was built
+#
+# Another interpreter: make test PYTHON=python3.12
+# An environment of your own, with what pyproject.toml's `dev` extra lists: make test VENV= PYTHON=python
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_ARGS ?=
+TEST_ARGS ?= -n 2
+
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON)
+INSTALLED :=
+else
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+endif
+
+# Builds of torch for CUDA and ROCm bring their own Triton; only where none came with it this one is installed, for
+# its interpreter and its compiler. There is none for macOS and Windows: the tests that run kernels are left out there.
+TRITON := triton==3.9.0; sys_platform == 'linux'
+
+.PHONY: demo test lint bench clean
+
+demo: $(INSTALLED)
+	$(RUN) -m fusedops demo $(DEMO_ARGS)
+
+# One thread a worker: the tests' tensors are too small for more, and two workers share the cores.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(TEST_ARGS)
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(INSTALLED)
+	$(RUN) benchmarks/cpu_overhead.py
+	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	  $(RUN) benchmarks/device_check.py; fi
+
+clean:
+	rm -rf .venv build dist fusedops.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis demo.png
+	find fusedops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifneq ($(INSTALLED),)
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt torch
+	$(RUN) -c "import triton" 2>/dev/null || $(RUN) -m pip install --quiet --no-compile "$(TRITON)"
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
+	touch $@
+endif

@@ -1,0 +1,168 @@
+"""Timing, statistics and tables that the benchmarks share. Everything but the timer itself runs without a GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Durations of one thing, in seconds.
+
+    Attributes:
+        median, low, high: the median and the quartiles.
+        count: how many were measured.
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Sample:
+        if not seconds:
+            raise ValueError("seconds must hold at least one duration; got none")
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0], 1)
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, low, high, len(seconds))
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Sample:
+    """Ratios of durations that were measured next to each other, so that a slow moment hits both alike."""
+    return Sample.of([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def interleave(runs: dict[str, Run], repeats: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Time each of ``runs`` on the host's clock ``repeats`` times, in turn, each round in the opposite order.
+
+    Turning the order round takes out what running second costs or saves.
+    """
+    for run in runs.values():
+        for _ in range(warm_up):
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats):
+        names = list(runs) if repeat % 2 == 0 else list(reversed(runs))
+        for name in names:
+            begin = time.perf_counter()
+            runs[name]()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+class GpuTimer:
+    """Times work on a GPU by its own clock (events), with the L2 cache flushed before every repeat.
+
+    Before each measured call the queue is filled with flushes that take longer than the host needs to launch the
+    call: so the events enclose the device's work alone, not the host's.
+
+    Args:
+        device: a CUDA or ROCm device.
+    """
+
+    # Four times the L2 of any device so far (H200: 60 MB); a smaller device gives what it can spare.
+    _FLUSH_BYTES = 512 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        free, _ = torch.cuda.mem_get_info(device)
+        self._device = device
+        self._flush = torch.empty(min(self._FLUSH_BYTES, free // 8) // 4, dtype=torch.int32, device=device)
+        self._flush.zero_()
+        torch.cuda.synchronize(device)
+        begin, end = self._event(), self._event()
+        begin.record()
+        for _ in range(10):
+            self._flush.zero_()
+        end.record()
+        torch.cuda.synchronize(device)
+        self._flush_seconds = begin.elapsed_time(end) / 10e3
+
+    def measure(self, runs: dict[str, Run], seconds: float, most: int = 50, least: int = 7) -> dict[str, Sample]:
+        """Time ``runs`` in turn until about ``seconds`` are spent, between ``least`` and ``most`` repeats of each."""
+        flushes = {name: self._flushes_for(run) for name, run in runs.items()}
+        pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+        began = time.perf_counter()
+        for repeat in range(most):
+            names = list(runs) if repeat % 2 == 0 else list(reversed(runs))
+            for name in names:
+                begin, end = self._event(), self._event()
+                for _ in range(flushes[name]):
+                    self._flush.zero_()
+                begin.record()
+                runs[name]()
+                end.record()
+                pairs[name].append((begin, end))
+                torch.cuda.synchronize(self._device)
+            if repeat + 1 >= least and time.perf_counter() - began > seconds:
+                break
+        return {name: Sample.of([a.elapsed_time(b) / 1e3 for a, b in events]) for name, events in pairs.items()}
+
+    def _flushes_for(self, run: Run) -> int:
+        """How many flushes outlast the host's launch of ``run`` (also warms it up)."""
+        host = []
+        for _ in range(4):
+            torch.cuda.synchronize(self._device)
+            begin = time.perf_counter()
+            run()
+            host.append(time.perf_counter() - begin)
+        torch.cuda.synchronize(self._device)
+        # The first calls compile; the last are launches. Two of them, and a margin of a half.
+        return min(64, 1 + int(1.5 * max(host[-2:]) / self._flush_seconds))
+
+    def _event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+
+# --- work of an operator: floating-point operations, and the least bytes that must move -------------------------------
+
+
+def linear_flops(rows: int, inputs: int, outputs: int, backward: bool) -> int:
+    """``2 M K N`` for the product; the backward makes two products of that size (gradients of input and weight)."""
+    return 2 * rows * inputs * outputs * (2 if backward else 1)
+
+
+def attention_flops(batch: int, heads: int, queries: int, keys: int, width: int, causal: bool, backward: bool) -> int:
+    """Two products a query-key pair forward, five backward (Dao 2023, "FlashAttention-2", section 4.1).
+
+    ``causal`` (square) halves them, as is the custom: the diagonal is not counted apart.
+    """
+    pairs = queries * keys // 2 if causal else queries * keys
+    return 2 * batch * heads * pairs * width * (5 if backward else 2)
+
+
+def norm_bytes(rows: int, width: int, itemsize: int, parameters: int, backward: bool) -> int:
+    """Read x, write y; backward: read x and dy, write dx. Each of ``parameters`` is read (and its gradient written)."""
+    tensors = 3 if backward else 2
+    return itemsize * (tensors * rows * width + parameters * width * (2 if backward else 1))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def human_seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1 or unit == "µs":
+            return f"{seconds * scale:.3g} {unit}"
+    raise AssertionError("the last unit takes every duration")
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is aligned left, the others right.
+
+    Example:
+        >>> print(markdown_table(("operator", "time"), [("norm", "3 µs")]))
+        | operator | time |
+        | --- | ---: |
+        | norm | 3 µs |
+    """
+    lines = [columns, ["---", *("---:" for _ in columns[1:])], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,45 @@
+"""What the subcommands share: the two consoles, JSON, and human sizes and lists."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+from rich.console import Console
+
+
+def stdout() -> Console:
+    """For results."""
+    return Console(highlight=False)
+
+
+def stderr() -> Console:
+    """For progress and errors: standard output stays clean for a pipe."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def fail(message: str) -> typer.Exit:
+    """Print an error; the caller raises what this returns, which ends the command with exit code 1."""
+    stderr().print(f"[bold red]error:[/] {_escape(message)}", soft_wrap=True)
+    return typer.Exit(1)
+
+
+def human_bytes(size: int) -> str:
+    """A size as people write it: 512 B, 3.4 KiB, 139.8 GiB."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,84 @@
+"""What the benchmarks compute beside timing: statistics, work, tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.measure import (
+    Sample,
+    attention_flops,
+    human_seconds,
+    interleave,
+    linear_flops,
+    markdown_table,
+    norm_bytes,
+    paired_ratio,
+)
+
+
+def test_a_sample_holds_median_and_quartiles() -> None:
+    assert Sample.of([4.0, 1.0, 3.0, 2.0, 100.0]) == Sample(3.0, 2.0, 4.0, 5)
+    assert Sample.of([2.0]) == Sample(2.0, 2.0, 2.0, 1)
+    with pytest.raises(ValueError, match="seconds"):
+        Sample.of([])
+
+
+def test_a_slow_moment_leaves_the_paired_ratio_alone() -> None:
+    plain = [1.0, 1.0, 50.0, 1.0, 2.0]
+    assert paired_ratio([1.02 * seconds for seconds in plain], plain).median == pytest.approx(1.02)
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_interleaving_turns_the_order_round() -> None:
+    calls: list[str] = []
+    seconds = interleave({name: lambda name=name: calls.append(name) for name in "ab"}, repeats=3, warm_up=1)
+    assert "".join(calls) == "ab" + "ab" + "ba" + "ab"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
+    assert min(min(values) for values in seconds.values()) >= 0
+
+
+def counted(function) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_linear_flops_are_those_torch_counts(backward: bool) -> None:
+    x, w = torch.randn(6, 10, requires_grad=True), torch.randn(14, 10, requires_grad=True)
+    forward = counted(lambda: F.linear(x, w))
+    both = counted(lambda: F.linear(x, w).sum().backward())
+    assert linear_flops(6, 10, 14, backward) == (both - forward if backward else forward)
+
+
+def test_attention_flops_are_those_of_the_products() -> None:
+    q, k, v = (torch.randn(2, 3, length, 8) for length in (16, 20, 20))
+    forward = counted(lambda: torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
+    assert attention_flops(2, 3, 16, 20, 8, causal=False, backward=False) == forward
+    assert attention_flops(2, 3, 16, 20, 8, causal=False, backward=True) == forward * 5 // 2
+    assert attention_flops(2, 3, 16, 16, 8, causal=True, backward=False) * 2 == attention_flops(
+        2, 3, 16, 16, 8, causal=False, backward=False
+    )
+
+
+def test_norm_bytes_are_those_of_the_tensors() -> None:
+    x, y, dy, dx = (torch.empty(5, 7, dtype=torch.bfloat16) for _ in range(4))
+    weight, bias = (torch.empty(7, dtype=torch.bfloat16) for _ in range(2))
+    assert norm_bytes(5, 7, 2, parameters=2, backward=False) == sum(t.nbytes for t in (x, y, weight, bias))
+    # The bias is not read in the backward; it is counted, as little as it is.
+    assert norm_bytes(5, 7, 2, parameters=1, backward=True) == sum(t.nbytes for t in (x, dy, dx, weight, weight))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (4.56e-5, "45.6 µs"), (1e-9, "0.001 µs"), (0.0, "0 µs")]
+)
+def test_human_seconds(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
+
+
+def test_markdown_table_escapes_bars() -> None:
+    assert markdown_table(("a", "b"), [("x|y", "1")]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"

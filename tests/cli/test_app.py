@@ -1,0 +1,56 @@
+"""The command as a whole: its help, its version, its exit codes for wrong usage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import fusedops
+from fusedops.cli.app import app
+
+COMMANDS = ("doctor", "demo")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["no-such-command"], ["--no-such-option"], ["doctor", "extra"], ["demo", "--no-such-option"]],
+    ids=["no arguments", "unknown command", "unknown option", "stray argument", "unknown option of a command"],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"fusedops {fusedops.__version__}\n")
+
+
+def test_python_dash_m_runs_the_command() -> None:
+    result = subprocess.run([sys.executable, "-m", "fusedops", "--version"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"fusedops {fusedops.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "--json" in result.output
+
+
+def test_every_help_text_is_a_sentence() -> None:
+    group = get_command(app)
+    assert set(group.commands) == set(COMMANDS)
+    texts = {"fusedops": group.help}
+    for name, command in group.commands.items():
+        texts[name] = command.help
+        for parameter in command.params:
+            if parameter.name != "help":
+                texts[f"{name} {parameter.opts[0]}"] = parameter.help
+    for name, text in texts.items():
+        assert text, name
+        assert text[0].isupper(), name
+        assert text.rstrip().endswith("."), name
