@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 
 from tests.harness import interpreter  # noqa: E402
-from tests.harness.interpreter import IntegerOverflow, OutOfBounds  # noqa: E402
+from tests.harness.interpreter import DataRace, IntegerOverflow, OutOfBounds  # noqa: E402
 
 pytestmark = pytest.mark.interpreter
 
@@ -278,6 +278,40 @@ def test_a_choice_between_pointers_may_point_into_both():
     x, y, out = torch.zeros(8), torch.ones(8), torch.empty(8)
     choose_kernel[(1,)](x, y, out, BLOCK=8)
     assert out.tolist() == [0.0, 1.0] * 4
+
+
+@triton.jit
+def overlapping_kernel(OUT, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(OUT + tl.program_id(0) * STEP + tl.arange(0, BLOCK), 1.0)
+
+
+def test_two_programs_that_store_the_same_element_are_an_error():
+    out = torch.empty(32)
+    overlapping_kernel[(2,)](out, STEP=16, BLOCK=16)
+    with pytest.raises(DataRace, match="store through OUT: element 15 was stored by program 0, this is program 1"):
+        overlapping_kernel[(2,)](out, STEP=15, BLOCK=16)
+
+
+@triton.jit
+def handing_on_kernel(X, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    x = tl.load(X + program * BLOCK + tl.arange(0, BLOCK))
+    tl.store(X + (program + 1) * BLOCK + tl.arange(0, BLOCK), x)
+
+
+@triton.jit
+def in_place_kernel(X, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(X + at, tl.load(X + at) + 1)
+    tl.store(X + at, tl.load(X + at) + 1)
+
+
+def test_a_program_that_loads_what_another_stored_is_an_error():
+    x = torch.zeros(64)
+    in_place_kernel[(4,)](x, BLOCK=16)
+    assert x.eq(2).all()
+    with pytest.raises(DataRace, match="load through X: element 16 was stored by program 0, this is program 1"):
+        handing_on_kernel[(3,)](x, BLOCK=16)
 
 
 @triton.jit
