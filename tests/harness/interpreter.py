@@ -439,6 +439,33 @@ def _numpy_dtype(dtype: tl.dtype) -> np.dtype:
     return np.dtype(np.uint64) if scalar.is_ptr() else _stock_numpy_dtype(scalar)
 
 
+_stock_init_block_type = tl.block_type.__init__
+
+
+@functools.cache
+def _block_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, str]:
+    template = tl.block_type.__new__(tl.block_type)
+    _stock_init_block_type(template, tl.int1, list(sizes))
+    return template.shape, template.numel, str(template.shape)
+
+
+def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+    """A type is made for every result, of few different shapes: each shape is checked and wrapped once."""
+    self.element_ty = element_ty
+    self.shape, self.numel, text = _block_shape(tuple(getattr(size, "value", size) for size in shape))
+    self.name = f"<{text}, {element_ty}>"
+
+
+_stock_broadcast = TritonSemantic.broadcast_impl_value
+
+
+def _broadcast(self: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Most operands have one shape, which stock finds out in many steps."""
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+        return lhs, rhs
+    return _stock_broadcast(self, lhs, rhs)
+
+
 class _Modules:
     """Stands for a kernel whose globals name both language modules."""
 
@@ -464,6 +491,8 @@ def install() -> None:
         module.range = _loop
     tl.tensor.__index__ = lambda self: int(self.handle.data.item())
     stock._get_np_dtype = _numpy_dtype
+    tl.block_type.__init__ = _init_block_type
+    TritonSemantic.broadcast_impl_value = _broadcast
     stock.interpreter_builder.options = stock.InterpreterOptions(debug=True)
     stock.interpreter_builder.__class__ = RepairedBuilder
     stock.ReduceScanOpInterface.apply = _apply_reduction
