@@ -15,7 +15,7 @@ _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Attention(torch.autograd.Function):
-    """Saves the inputs, the output and one number a row (two with a float mask); never the scores."""
+    """Saves the inputs, the output and two numbers a row; never the scores."""
 
     @staticmethod
     def forward(
@@ -29,26 +29,26 @@ class Attention(torch.autograd.Function):
         allow_tf32: bool,
     ) -> _Outputs:
         with below_autograd():
-            out, lse, total = attention_op(q, k, v, attn_mask, causal, scale, allow_tf32)
+            out, lse, statistics = attention_op(q, k, v, attn_mask, causal, scale, allow_tf32)
         need_q, need_k, _, need_mask = ctx.needs_input_grad[:4]
         through_scores = need_q or need_k or need_mask
-        ctx.save_for_backward(q, k, v, attn_mask, out if through_scores else None, lse, total)
+        ctx.save_for_backward(q, k, v, attn_mask, out if through_scores else None, statistics)
         ctx.arguments = (causal, scale, allow_tf32)
-        ctx.mark_non_differentiable(total)
+        ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        return out, lse, total
+        return out, lse, statistics
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _: Any) -> Any:
         if grad_output is None and grad_lse is None:
             return (None,) * 7
-        q, k, v, attn_mask, out, lse, total = ctx.saved_tensors
+        q, k, v, attn_mask, out, statistics = ctx.saved_tensors
         if grad_output is None:
             grad_output = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
         needs = ctx.needs_input_grad[:4]
         grads = attention_backward_op(
-            grad_output, grad_lse, q, k, v, attn_mask, out, lse, total, *ctx.arguments, *needs
+            grad_output, grad_lse, q, k, v, attn_mask, out, statistics, *ctx.arguments, *needs
         )
         return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None, None
 
@@ -66,8 +66,8 @@ def _attention(
         from fusedops.attention.kernels_forward import attention_forward
 
         return attention_forward(q, k, v, attn_mask, causal, scale, allow_tf32)
-    out, lse, total = reference.attention(q, k, v, attn_mask, causal, scale)
-    return empty_heads(q, out.shape).copy_(out), lse, total
+    out, lse, statistics = reference.attention(q, k, v, attn_mask, causal, scale)
+    return empty_heads(q, out.shape).copy_(out), lse, statistics
 
 
 def _attention_fake(
@@ -80,12 +80,11 @@ def _attention_fake(
     allow_tf32: bool,
 ) -> _Outputs:
     rows = q.shape[:3]
-    statistics = compute_dtype(q.dtype)
-    masked = attn_mask is not None and attn_mask.dtype != torch.bool
+    compute = compute_dtype(q.dtype)
     return (
         empty_heads(q, (*rows, v.shape[3])),
-        q.new_empty(rows, dtype=statistics),
-        q.new_empty(rows if masked else (0,), dtype=statistics),
+        q.new_empty(rows, dtype=compute),
+        q.new_empty((2, *rows), dtype=compute),
     )
 
 
@@ -97,8 +96,7 @@ def _attention_backward(
     v: torch.Tensor,
     attn_mask: torch.Tensor | None,
     out: torch.Tensor | None,
-    lse: torch.Tensor,
-    total: torch.Tensor,
+    statistics: torch.Tensor,
     causal: int,
     scale: float,
     allow_tf32: bool,
@@ -108,7 +106,7 @@ def _attention_backward(
     need_mask: bool,
 ) -> Gradients:
     needs = (need_q, need_k, need_v, need_mask)
-    arguments = (grad_output, grad_lse, q, k, v, attn_mask, out, lse, total, causal, scale)
+    arguments = (grad_output, grad_lse, q, k, v, attn_mask, out, statistics, causal, scale)
     if can_launch(q):
         from fusedops.attention.kernels_backward import attention_backward
 
@@ -128,8 +126,7 @@ def _attention_backward_fake(
     v: torch.Tensor,
     attn_mask: torch.Tensor | None,
     out: torch.Tensor | None,
-    lse: torch.Tensor,
-    total: torch.Tensor,
+    statistics: torch.Tensor,
     causal: int,
     scale: float,
     allow_tf32: bool,
@@ -144,7 +141,7 @@ def _attention_backward_fake(
 # causal: 0 no, 1 top left, 2 bottom right. attn_mask has four dimensions.
 attention_op = register(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, int causal, float scale, bool allow_tf32)"
-    " -> (Tensor out, Tensor lse, Tensor total)",
+    " -> (Tensor out, Tensor lse, Tensor statistics)",
     kernel=_attention,
     fake=_attention_fake,
     function=Attention,
@@ -152,7 +149,7 @@ attention_op = register(
 # An unwanted gradient comes back as an empty tensor of shape (0,): a library op returns tensors only.
 attention_backward_op = register(
     "attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? attn_mask,"
-    " Tensor? out, Tensor lse, Tensor total, int causal, float scale, bool allow_tf32,"
+    " Tensor? out, Tensor statistics, int causal, float scale, bool allow_tf32,"
     " bool need_q, bool need_k, bool need_v, bool need_mask) -> (Tensor, Tensor, Tensor, Tensor)",
     kernel=_attention_backward,
     fake=_attention_backward_fake,

@@ -8,8 +8,8 @@ With P = softmax(s) and out = P v, the gradients are (Dao 2023, section 2.3.2)::
     dk_j = scale Σ_i dS_ij q_i
     dmask = dS, summed over what the mask was broadcast to (kernels_backward_mask)
 
-The term dlse is the gradient of lse, as ∂lse_i/∂s_ij = P_ij. P is computed again from lse. Each gradient has programs
-of its own that sum in a fixed order, without atomics: the result is the same to the bit on every run.
+The term dlse is the gradient of lse, as ∂lse_i/∂s_ij = P_ij. P is computed again, tile by tile. Each gradient has
+programs of its own that sum in a fixed order, without atomics: the result is the same to the bit on every run.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def attention_backward(
     v: torch.Tensor,
     attn_mask: torch.Tensor | None,
     out: torch.Tensor | None,
-    lse: torch.Tensor,
-    total: torch.Tensor,
+    statistics: torch.Tensor,
     causal: int,
     scale: float,
     allow_tf32: bool,
@@ -89,13 +88,12 @@ def attention_backward(
     batch, heads, seqlen_q, _ = q.shape
     _, kv_heads, seqlen_k, d_v = v.shape
     do = unit_stride(grad_output)
-    # lse stands in for what is not read: total without a float mask, delta where dv alone is needed.
-    totals = total if operands.mask_kind == "float" else lse
-    delta = lse
+    top, total = statistics
+    delta = top  # stands in where dv alone is needed, which does not read it
     with device_guard(q):
         if need_dq or need_dk or need_dmask:
             assert out is not None
-            delta = torch.empty_like(lse)
+            delta = torch.empty_like(top)
             o = unit_stride(out)
             dlse = None if grad_lse is None else grad_lse.contiguous()
             block_dv = max(16, next_power_of_2(d_v))
@@ -104,7 +102,7 @@ def attention_backward(
                 o, do, dlse, delta, strides_of(o), strides_of(do), heads, seqlen_q,
                 HAS_DLSE=dlse is not None, D_V=d_v, BLOCK_DV=block_dv, BLOCK_M=block_m, **options(4),
             )  # fmt: skip
-        inputs = (operands.q, operands.k, operands.v, operands.mask, do, lse, totals, delta)
+        inputs = (operands.q, operands.k, operands.v, operands.mask, do, top, total, delta)
         strides = (*operands.strides, strides_of(do))
         sizes = (*operands.sizes, operands.scale, float(scale))
         if need_dk or need_dv:

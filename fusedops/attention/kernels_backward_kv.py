@@ -28,7 +28,7 @@ def _sum_over_queries(
     Q,  # this and the next: of the group's first head
     DO,
     MASK,
-    LSE,
+    TOP,
     TOTAL,
     DELTA,
     first,
@@ -45,6 +45,7 @@ def _sum_over_queries(
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
     GROUPED: tl.constexpr,
+    EXACT: tl.constexpr,
     MASK_KIND: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -72,8 +73,8 @@ def _sum_over_queries(
             seqlen_q, seqlen_k, shift, scale, MASK_KIND, MASK_PER_QUERY, CAUSAL, EDGE=CAUSAL,
         )  # fmt: skip
         row = member * seqlen_q
-        top, weight = softmax_of_row(LSE + row, TOTAL + row, i, seqlen_q, MASK_KIND)
-        p = probabilities(s, top[None, :], weight[None, :], MASK_KIND)
+        top, weight = softmax_of_row(TOP + row, TOTAL + row, i, seqlen_q, MASK_KIND, EXACT)
+        p = probabilities(s, top[None, :], weight[None, :], MASK_KIND, EXACT)
         do = load_rows(DO + member * do_strides[1], start, seqlen_q, do_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
         if NEED_DV:
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -92,7 +93,7 @@ def backward_kv_kernel(
     V,
     MASK,
     DO,
-    LSE,
+    TOP,
     TOTAL,
     DELTA,
     DK,  # as K
@@ -114,6 +115,7 @@ def backward_kv_kernel(
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
     GROUPED: tl.constexpr,  # group > 1
+    EXACT: tl.constexpr,
     MASK_KIND: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -148,15 +150,15 @@ def backward_kv_kernel(
         seeing = tl.maximum(first - shift, 0) // BLOCK_M * BLOCK_M  # the first that sees one of them
         whole = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - shift, 0), BLOCK_M) * BLOCK_M
         dk, dv = _sum_over_queries(
-            dk, dv, k, v, q_head, do_head, mask_head, LSE + statistics, TOTAL + statistics, DELTA + statistics,
+            dk, dv, k, v, q_head, do_head, mask_head, TOP + statistics, TOTAL + statistics, DELTA + statistics,
             seeing, tl.minimum(whole, seqlen_q), j, q_strides, do_strides, mask_strides, group, seqlen_q, seqlen_k,
-            shift, scale, NEED_DK, NEED_DV, GROUPED, MASK_KIND, MASK_PER_QUERY, True,
+            shift, scale, NEED_DK, NEED_DV, GROUPED, EXACT, MASK_KIND, MASK_PER_QUERY, True,
             D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, PRECISION,
         )  # fmt: skip
     dk, dv = _sum_over_queries(
-        dk, dv, k, v, q_head, do_head, mask_head, LSE + statistics, TOTAL + statistics, DELTA + statistics,
+        dk, dv, k, v, q_head, do_head, mask_head, TOP + statistics, TOTAL + statistics, DELTA + statistics,
         whole, seqlen_q, j, q_strides, do_strides, mask_strides, group, seqlen_q, seqlen_k,
-        shift, scale, NEED_DK, NEED_DV, GROUPED, MASK_KIND, MASK_PER_QUERY, False,
+        shift, scale, NEED_DK, NEED_DV, GROUPED, EXACT, MASK_KIND, MASK_PER_QUERY, False,
         D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, PRECISION,
     )  # fmt: skip
     if NEED_DK:

@@ -23,7 +23,7 @@ def backward_mask_kernel(
     V,
     MASK,
     DO,
-    LSE,
+    TOP,
     TOTAL,
     DELTA,
     DMASK,  # (splits, mask batches, mask heads, rows, columns), contiguous
@@ -44,6 +44,7 @@ def backward_mask_kernel(
     splits,  # programs that share them
     PER_QUERY: tl.constexpr,  # DMASK has a row for each query, else for each tile of queries
     PER_KEY: tl.constexpr,
+    EXACT: tl.constexpr,
     MASK_KIND: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -92,8 +93,8 @@ def backward_mask_kernel(
             seqlen_q, seqlen_k, shift, scale, MASK_KIND, MASK_PER_QUERY, CAUSAL, EDGE=True,
         )  # fmt: skip
         statistics = (batch.to(tl.int64) * heads + head) * seqlen_q
-        top, weight = softmax_of_row(LSE + statistics, TOTAL + statistics, i, seqlen_q, MASK_KIND)
-        p = probabilities(s, top[:, None], weight[:, None], MASK_KIND)
+        top, weight = softmax_of_row(TOP + statistics, TOTAL + statistics, i, seqlen_q, MASK_KIND, EXACT)
+        p = probabilities(s, top[:, None], weight[:, None], MASK_KIND, EXACT)
         do = load_rows(head_of(DO, batch, head, do_strides), row, seqlen_q, do_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
         v_head = head_of(V, batch, head // group, v_strides)
         v = load_rows(v_head, column, seqlen_k, v_strides[2], D_V, BLOCK_N, BLOCK_DV, True)
@@ -122,8 +123,8 @@ def mask_gradient(
     dmask: torch.Tensor,
     operands: Operands,
     do: torch.Tensor,
-    lse: torch.Tensor,
-    totals: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
     delta: torch.Tensor,
 ) -> None:
     """Launch, and write the mask's gradient to ``dmask``: contiguous, shape and dtype of the mask."""
@@ -144,7 +145,7 @@ def mask_gradient(
     )  # fmt: skip
     parts = dmask if direct else torch.empty(shape, dtype=torch.float32, device=dmask.device)
     backward_mask_kernel[(tiles * splits,)](
-        operands.q, operands.k, operands.v, operands.mask, do, lse, totals, delta, parts,
+        operands.q, operands.k, operands.v, operands.mask, do, top, total, delta, parts,
         *operands.strides, strides_of(do), *operands.sizes, operands.scale,
         mask_heads, summed, summed_heads, splits,
         PER_QUERY=per_query, PER_KEY=per_key, **operands.flags("backward_mask", config),

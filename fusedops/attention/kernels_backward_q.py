@@ -37,6 +37,7 @@ def _sum_over_keys(
     seqlen_k,
     shift,
     scale,
+    EXACT: tl.constexpr,
     MASK_KIND: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -57,7 +58,7 @@ def _sum_over_keys(
             qk, MASK, mask_strides, i[:, None], j[None, :], seqlen_q, seqlen_k, shift, scale,
             MASK_KIND, MASK_PER_QUERY, CAUSAL, EDGE,
         )  # fmt: skip
-        p = probabilities(s, top[:, None], weight[:, None], MASK_KIND)
+        p = probabilities(s, top[:, None], weight[:, None], MASK_KIND, EXACT)
         v = load_rows(V, start, seqlen_k, v_stride, D_V, BLOCK_N, BLOCK_DV, EDGE)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
@@ -72,7 +73,7 @@ def backward_q_kernel(
     V,
     MASK,
     DO,
-    LSE,
+    TOP,
     TOTAL,
     DELTA,
     DQ,  # as Q
@@ -89,6 +90,7 @@ def backward_q_kernel(
     shift,
     scale,
     dq_scale,
+    EXACT: tl.constexpr,
     MASK_KIND: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -116,7 +118,7 @@ def backward_q_kernel(
     v_head = head_of(V, batch, head // group, v_strides)
     mask_head = head_of(MASK, batch, head, mask_strides)
     statistics = pair.to(tl.int64) * seqlen_q
-    top, weight = softmax_of_row(LSE + statistics, TOTAL + statistics, i, seqlen_q, MASK_KIND)
+    top, weight = softmax_of_row(TOP + statistics, TOTAL + statistics, i, seqlen_q, MASK_KIND, EXACT)
     delta = tl.load(DELTA + statistics + i, mask=i < seqlen_q, other=0.0)
 
     dq = tl.zeros((BLOCK_M, BLOCK_DK), tl.float32)
@@ -124,12 +126,12 @@ def backward_q_kernel(
     dq = _sum_over_keys(
         dq, q, do, top, weight, delta, k_head, v_head, mask_head, 0, whole,
         i, k_strides[2], v_strides[2], mask_strides, seqlen_q, seqlen_k, shift, scale,
-        MASK_KIND, MASK_PER_QUERY, CAUSAL, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION, EDGE=False,
+        EXACT, MASK_KIND, MASK_PER_QUERY, CAUSAL, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION, EDGE=False,
     )  # fmt: skip
     dq = _sum_over_keys(
         dq, q, do, top, weight, delta, k_head, v_head, mask_head, whole, end,
         i, k_strides[2], v_strides[2], mask_strides, seqlen_q, seqlen_k, shift, scale,
-        MASK_KIND, MASK_PER_QUERY, CAUSAL, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION, EDGE=True,
+        EXACT, MASK_KIND, MASK_PER_QUERY, CAUSAL, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION, EDGE=True,
     )  # fmt: skip
     dq_head = head_of(DQ, batch, head, dq_strides)
     store_rows(dq_head, dq * dq_scale, first, seqlen_q, dq_strides[2], D_K, BLOCK_M, BLOCK_DK)

@@ -78,7 +78,8 @@ def forward_kernel(
     MASK,  # broadcast to (batch, heads, seqlen_q, seqlen_k) by strides of 0
     OUT,  # (batch, heads, seqlen_q, D_V)
     LSE,  # (batch, heads, seqlen_q) float32, contiguous
-    TOTAL,  # as LSE; written with a float mask
+    TOP,  # as LSE: the maximum of a row's scores
+    TOTAL,  # as LSE: Σ exponential(s - TOP)
     q_strides,
     k_strides,
     v_strides,
@@ -142,8 +143,8 @@ def forward_kernel(
         lse = (top + tl.log2(divisor)) * 0.6931471805599453
     statistics = pair.to(tl.int64) * seqlen_q + rows
     tl.store(LSE + statistics, lse, mask=rows < seqlen_q)
-    if MASK_KIND == "float":
-        tl.store(TOTAL + statistics, total, mask=rows < seqlen_q)
+    tl.store(TOP + statistics, top, mask=rows < seqlen_q)
+    tl.store(TOTAL + statistics, total, mask=rows < seqlen_q)
     out_head = head_of(OUT, batch, head, out_strides)
     store_rows(out_head, acc / divisor[:, None], first, seqlen_q, out_strides[2], D_V, BLOCK_M, BLOCK_DV)
 
@@ -164,16 +165,15 @@ def attention_forward(
     batch, heads, seqlen_q, _ = q.shape
     out = empty_heads(q, (batch, heads, seqlen_q, v.shape[3]))
     lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
-    masked = attn_mask is not None and attn_mask.dtype != torch.bool
-    total = torch.empty(lse.shape if masked else (0,), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((2, batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0:  # no query, or no key that one could see
-        return out.zero_(), lse.fill_(float("-inf")), total.zero_()
+        return out.zero_(), lse.fill_(float("-inf")), statistics.zero_()
     operands = Operands.of(q, k, v, attn_mask, causal, abs(scale), allow_tf32)
     config = operands.config("forward")
     with device_guard(q):
         forward_kernel[(ceil_div(seqlen_q, config.block_m) * batch * heads,)](
-            operands.q, operands.k, operands.v, operands.mask, out, lse, total if masked else lse,
+            operands.q, operands.k, operands.v, operands.mask, out, lse, *statistics,
             *operands.strides, strides_of(out), *operands.sizes, operands.scale,
             NEGATE=scale < 0, **operands.flags("forward", config),
         )  # fmt: skip
-    return out, lse, total
+    return out, lse, statistics

@@ -109,33 +109,31 @@ def exponential(x, MASK_KIND: tl.constexpr):
 
 
 @triton.jit
-def softmax_of_row(LSE, TOTAL, rows, seqlen_q, MASK_KIND: tl.constexpr):
+def softmax_of_row(TOP, TOTAL, rows, seqlen_q, MASK_KIND: tl.constexpr, EXACT: tl.constexpr):
     """(top, weight) of each row, so that its probabilities are ``exponential(s - top) · weight``.
 
-    A row that sees no key, and one past the end, has top = inf: its probabilities are zero.
+    TOP and TOTAL are the forward's: the row's maximum and its Σ exponential(s - maximum). A row that sees no key, and
+    one past the end, gets top = inf: its probabilities are zero.
 
-    A float mask may put every score of a row at −3e38, where ``lse = top + log(total)`` has lost log(total): there
-    the total is kept beside lse. Elsewhere the weight is one.
+    Where not EXACT, the total goes into top and the weight is one. That rounds top, whose error is then the relative
+    error of all probabilities: nothing beside what 16-bit operands cost, but too much for float32, and for a float
+    mask, which may put every score of a row at -3e38.
     """
     inside = rows < seqlen_q
-    lse = tl.load(LSE + rows, mask=inside, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    if MASK_KIND == "float":
-        total = tl.load(TOTAL + rows, mask=inside, other=1.0)
-        total = tl.where(total == 0.0, 1.0, total)
-        top = lse - tl.log(total)
-        weight = 1.0 / total
-    else:
-        top = lse * 1.4426950408889634
-        weight = tl.full(lse.shape, 1.0, tl.float32)
-    return top, weight
+    top = tl.load(TOP + rows, mask=inside, other=float("-inf"))
+    total = tl.load(TOTAL + rows, mask=inside, other=1.0)
+    total = tl.where(top == float("-inf"), 1.0, total)
+    weight = 1.0 / total
+    if not EXACT:
+        top += tl.log2(total)
+    return tl.where(top == float("-inf"), float("inf"), top), weight
 
 
 @triton.jit
-def probabilities(s, top, weight, MASK_KIND: tl.constexpr):
+def probabilities(s, top, weight, MASK_KIND: tl.constexpr, EXACT: tl.constexpr):
     """P = softmax(s) of a tile; ``top`` and ``weight`` of its rows, broadcast as the tile lies."""
     p = exponential(s - top, MASK_KIND)
-    if MASK_KIND == "float":
+    if EXACT:
         p = p * weight
     return p
 

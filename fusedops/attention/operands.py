@@ -107,7 +107,7 @@ class Operands:
     def flags(self, kernel: Pass, config: AttentionConfig) -> dict[str, Any]:
         """Compile-time arguments and launch options."""
         problem = self.problem(kernel)
-        return {
+        flags = {
             "MASK_KIND": self.mask_kind,
             "MASK_PER_QUERY": self.mask_strides[2] != 0,
             "CAUSAL": self.causal,
@@ -118,5 +118,7 @@ class Operands:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PRECISION": self.precision,
-            **options(config.num_warps, config.num_stages),
         }
+        if kernel != "forward":
+            flags["EXACT"] = self.mask_kind == "float" or self.q.dtype == torch.float32
+        return flags | options(config.num_warps, config.num_stages)

@@ -96,10 +96,10 @@ def attention(
     Returns:
         out: (batch, heads, seqlen_q, d_v), dtype of q; 0 for a query that sees no key.
         lse: (batch, heads, seqlen_q), log Σ exp(scores), float32 (float64 for float64 inputs); −inf for such a query.
-        total: as lse, Σ exp(scores - their maximum), 0 for such a query. Empty, shape (0,), without a float mask.
+        statistics: (2, batch, heads, seqlen_q), what the backward needs of a row: the maximum of its scores (0 for such
+            a query) and Σ exp(scores - maximum). The kernels keep them in a unit of their own.
     """
     compute = compute_dtype(q.dtype)
-    masked = attn_mask is not None and attn_mask.dtype != torch.bool
     with _no_autocast(q):
         s = _scores(q.to(compute), _shared(k, q.shape[1]).to(compute), attn_mask, causal, scale)
         with torch.no_grad():  # any shift gives the same result; the maximum keeps exp from overflowing
@@ -111,7 +111,8 @@ def attention(
         divisor = total.masked_fill(empty, 1.0)
         out = (p / divisor) @ _shared(v, q.shape[1]).to(compute)
         lse = (divisor.log() + top).masked_fill(empty, float("-inf")).squeeze(-1)
-    return out.to(q.dtype), lse, total.squeeze(-1) if masked else lse.new_empty(0)
+        statistics = torch.stack((top, total.detach())).squeeze(-1)
+    return out.to(q.dtype), lse, statistics
 
 
 def attention_backward(
@@ -122,8 +123,7 @@ def attention_backward(
     v: torch.Tensor,
     attn_mask: torch.Tensor | None,
     out: torch.Tensor | None,
-    lse: torch.Tensor,
-    total: torch.Tensor,
+    statistics: torch.Tensor,
     causal: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -139,17 +139,12 @@ def attention_backward(
     k, v = _shared(k, heads).to(compute), _shared(v, heads).to(compute)
     with _no_autocast(q):
         s = _scores(q, k, attn_mask, causal, scale)
-        lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-        if total.numel():
-            # lse alone has lost log(total) where a mask puts all scores of a row at -3e38.
-            total = total.masked_fill(total == 0, 1.0)
-            p = torch.exp(s - (lse - total.log())[..., None]) / total[..., None]
-        else:
-            p = torch.exp(s - lse[..., None])
-        delta = torch.zeros_like(lse) if out is None else (do * out.to(compute)).sum(-1)
+        top, total = statistics[..., None]
+        p = torch.exp(s - top) / total.masked_fill(total == 0, 1.0)
+        delta = 0.0 if out is None else (do * out.to(compute)).sum(-1, keepdim=True)
         if grad_lse is not None:
-            delta = delta - grad_lse
-        ds = p * (do @ v.transpose(-1, -2) - delta[..., None])
+            delta = delta - grad_lse[..., None]
+        ds = p * (do @ v.transpose(-1, -2) - delta)
         dq = scale * (ds @ k)
         dk = scale * (ds.transpose(-1, -2) @ q)
         dv = p.transpose(-1, -2) @ do
@@ -194,6 +189,9 @@ def torch_attention(
 
     Its softmax gives a query that sees no key zeros, and zero gradients, as :func:`attention` does (torch ≥ 2.5).
     """
+    if attn_mask is not None and (q.numel() == 0 or k.numel() == 0):
+        # torch's operator leaves a mask that it does not need out of the graph: its gradient would be None, not zero.
+        return attention_with_lse(q, k, v, attn_mask, causal, scale)[0]
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     if causal == BOTTOM_RIGHT and seqlen_q == seqlen_k:
         causal = TOP_LEFT
