@@ -36,8 +36,8 @@ _TRANSFORMERS_ACTIVATIONS = {
 }
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
-# Name of the activation of each class met so far; None: not an activation that the linear operator has.
-_names: dict[type, str | None] = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu"}
+# Name of the activation of each class met so far; "": not an activation that the linear operator has.
+_names: dict[type, str] = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu"}
 
 # Activations after a Linear that a report mentions although the linear operator does not have them.
 _UNFUSED_ACTIVATIONS = frozenset(
@@ -50,26 +50,25 @@ _UNFUSED_ACTIVATIONS = frozenset(
 _chains: dict[type[nn.Module], dict[str, tuple[str, ...]]] = {}
 
 
-def learn_activation(module: nn.Module) -> str | None:
-    """Name of the activation that a module computes, or None. Remembers its class for :func:`activation_name`."""
+def activation_name(module: Any) -> str:
+    """Name of the activation that a module computes, "" where the linear operator does not have it."""
     kind = type(module)
-    if kind not in _names:
-        base = next(
-            (c for c in kind.__mro__ if c in (nn.ReLU, nn.GELU, nn.SiLU) or c.__module__ == "transformers.activations"),
-            None,
-        )
-        name = None
-        if base is not None and kind.forward is base.forward:  # type: ignore[attr-defined]
-            name = _names.get(base, _TRANSFORMERS_ACTIVATIONS.get(base.__name__))
-        _names[kind] = name if name in ACTIVATIONS else None
-    return activation_name(module)
-
-
-def activation_name(module: nn.Module) -> str | None:
-    name = _names.get(type(module))
+    name = _names.get(kind)
+    if name is None:
+        name = _names[kind] = _learn(kind)
     if name == "gelu" and isinstance(module, nn.GELU):
-        return _GELU.get(module.approximate)
+        return _GELU.get(module.approximate, "")
     return name
+
+
+def _learn(kind: type) -> str:
+    for base in kind.__mro__:
+        name = _names.get(base)
+        if name is None and base.__module__ == "transformers.activations":
+            name = _TRANSFORMERS_ACTIVATIONS.get(base.__name__)
+        if name is not None and kind.forward is base.forward:  # type: ignore[attr-defined]
+            return name if name in ACTIVATIONS else ""
+    return ""
 
 
 def observed(module: Any) -> bool:
@@ -118,7 +117,7 @@ def run_chain(modules: list[Any], x: Any) -> Any:
         if fuse and i < last and isinstance(module, FusedLinear):
             follower = modules[i + 1]
             name = activation_name(follower)
-            if name is not None and not observed(module) and not observed(follower):
+            if name and not observed(module) and not observed(follower):
                 x = module(x, activation=name)  # type: ignore[operator]
                 skip = True
                 continue
@@ -195,6 +194,16 @@ def _read_chains(kind: type[nn.Module]) -> dict[str, tuple[str, ...]]:
     return chains
 
 
+_NOT_PLAIN = (
+    inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+    | inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ITERABLE_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+)
+
+
 def straight_line(function: FunctionType) -> tuple[str, ...] | None:
     """The attributes that a method ``f(self, x)`` applies to x one after other; None when it does anything else.
 
@@ -206,8 +215,7 @@ def straight_line(function: FunctionType) -> tuple[str, ...] | None:
         True
     """
     code = function.__code__
-    plain = inspect.CO_OPTIMIZED | inspect.CO_NEWLOCALS | inspect.CO_NESTED
-    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_posonlyargcount or code.co_flags & ~plain:
+    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_posonlyargcount or code.co_flags & _NOT_PLAIN:
         return None
     if code.co_freevars or code.co_cellvars or function.__defaults__ or hasattr(function, "__wrapped__"):
         return None
@@ -270,4 +278,4 @@ def pairs(names: Iterable[str], modules: Iterable[Any]) -> list[tuple[str, nn.Mo
 
 
 def _is_activation(module: nn.Module) -> bool:
-    return learn_activation(module) is not None or type(module).__name__ in _UNFUSED_ACTIVATIONS
+    return bool(activation_name(module)) or type(module).__name__ in _UNFUSED_ACTIVATIONS

@@ -39,8 +39,10 @@ class Finding:
         return bool(self.swaps) and all(fused_rule(type(module)) == rule for module, rule in self.swaps)
 
     def obstacles(self) -> list[str]:
-        """``reasons``, and what keeps the fused classes from being made."""
-        return [*self.reasons, *filter(None, (_class_reason(type(module), rule) for module, rule in self.swaps))]
+        """``reasons``, or else what keeps the fused classes from being made."""
+        if self.reasons:
+            return list(self.reasons)
+        return [*filter(None, (_class_reason(type(module), rule) for module, rule in self.swaps))]
 
 
 def _class_reason(kind: type[nn.Module], rule: str) -> str:
@@ -112,8 +114,8 @@ def _find_pairs(module: nn.Module) -> Iterator[Finding]:
             if not (issubclass(base, nn.Linear) or chains.is_conv1d(base)):
                 reasons = [f"{_full_name(base)} is neither nn.Linear nor transformers' Conv1D"]
             reasons += [reason.replace("it has", "the activation has") for reason in _hooks(activation)]
-            function = chains.learn_activation(activation)
-            if function is None:
+            function = chains.activation_name(activation)
+            if not function:
                 reasons.append(f"fusedops.linear has no activation {type(activation).__name__}")
             if method in module.__dict__:
                 reasons.append(f"its owner's {method} was replaced on the instance")

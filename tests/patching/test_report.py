@@ -1,0 +1,182 @@
+"""The report, the plan, and when patching refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.patching import PatchReport
+from tests.patching.models import MLP, bert, block, classes, gpt2
+
+
+def test_what_was_replaced():
+    report = fusedops.patch(block())
+    assert report.applied
+    assert [(x.path, x.original, x.rule, x.calls) for x in report.replaced] == [
+        ("0", "Linear -> GELU", "linear+activation", 'fusedops.linear(activation="gelu")'),
+        ("2", "LayerNorm", "norm", "fusedops.layer_norm"),
+    ]
+    assert report.left == report.already == report.notes == ()
+    assert report.check is None
+
+
+def test_text():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8)) for _ in range(12)))
+    model.append(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    report = fusedops.patch(model)
+    assert str(report) == "\n".join(
+        [
+            "fusedops: 24 replaced, 1 left alone",
+            "replaced:",
+            '   12 x Linear -> ReLU => fusedops.linear(activation="relu")',
+            "        *.*",
+            "   12 x LayerNorm => fusedops.layer_norm",
+            "        *.*",
+            "left alone:",
+            "    1 x Linear -> Tanh: fusedops.linear has no activation Tanh",
+            "        12.0",
+        ]
+    )
+
+
+def test_text_of_a_deep_model_is_short():
+    report = fusedops.plan(bert(num_hidden_layers=12))
+    assert len(str(report).splitlines()) < 15
+    assert "bert.encoder.layer.*.attention.self" in str(report)
+    assert str(report).startswith("fusedops: 51 to replace, 0 left alone")
+
+
+def test_text_of_the_model_itself():
+    assert "(the model itself)" in str(fusedops.plan(nn.LayerNorm(4)))
+    assert str(fusedops.plan(nn.Identity())) == "fusedops: 0 to replace, 0 left alone"
+
+
+def test_dictionary_is_json():
+    model = block()
+    model.append(nn.MultiheadAttention(8, 2))
+    report = fusedops.patch(model[:4], check=(torch.randn(2, 8),))
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["replaced"][1] == {
+        "path": "2",
+        "original": "LayerNorm",
+        "rule": "norm",
+        "calls": "fusedops.layer_norm",
+    }
+    assert data["check"]["max_abs_error"] == report.check.max_abs_error
+    assert json.loads(json.dumps(fusedops.plan(model).to_dict()))["left"][0]["path"] == "4"
+
+
+def test_plan_changes_nothing():
+    for model in (block(), gpt2(), MLP()):
+        before, attributes = classes(model), [dict(module.__dict__) for module in model.modules()]
+        report = fusedops.plan(model)
+        assert report.replaced
+        assert not report.applied
+        assert classes(model) == before
+        assert [dict(module.__dict__) for module in model.modules()] == attributes
+        assert fusedops.patch(model) == PatchReport(report.replaced, report.left)
+
+
+def test_patching_twice_changes_nothing_more():
+    model = gpt2()
+    first = fusedops.patch(model)
+    before = classes(model)
+    second = fusedops.patch(model, strict=True)
+    assert second.replaced == ()
+    assert second.already == first.replaced
+    assert classes(model) == before
+    assert "already replaced" in str(second)
+
+
+def test_patching_again_replaces_what_is_new():
+    model = block()
+    handle = model[1].register_forward_hook(lambda *_: None)
+    fusedops.patch(model)
+    handle.remove()
+    model.append(nn.LayerNorm(8))
+    report = fusedops.patch(model)
+    assert [entry.path for entry in report.replaced] == ["0", "4"]
+    assert [entry.path for entry in report.already] == ["2"]
+
+
+def test_strict_raises_when_something_is_left_alone():
+    model = block()
+    model[1].register_forward_hook(lambda *_: None)
+    before = classes(model)
+    with pytest.raises(fusedops.PatchError, match=r"1 modules would be left alone: 0 \(the activation has forward"):
+        fusedops.patch(model, strict=True)
+    assert classes(model) == before
+    assert issubclass(fusedops.PatchError, ValueError)
+
+
+def test_strict_raises_when_nothing_can_be_replaced():
+    with pytest.raises(fusedops.PatchError, match="nothing in this model can be replaced"):
+        fusedops.patch(nn.Conv2d(1, 1, 1), strict=True)
+    assert fusedops.patch(nn.Conv2d(1, 1, 1)).replaced == ()
+
+
+@pytest.mark.parametrize("function", [fusedops.patch, fusedops.unpatch, fusedops.plan])
+def test_models_only(function):
+    with pytest.raises(TypeError, match=f"{function.__name__}: model must be a torch.nn.Module; got dict"):
+        function({})
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got type"):
+        function(nn.LayerNorm)
+
+
+def test_context_manager():
+    model = block()
+    before = classes(model)
+    with fusedops.patched(model) as report:
+        assert len(report.replaced) == 2
+        assert classes(model) != before
+    assert classes(model) == before
+    with pytest.raises(KeyError), fusedops.patched(model):
+        raise KeyError
+    assert classes(model) == before
+    with pytest.raises(TypeError), fusedops.patched(None):
+        pass
+
+
+def test_context_manager_leaves_what_was_patched_before():
+    model = block()
+    fusedops.patch(model[2])
+    with fusedops.patched(model) as report:
+        assert [entry.path for entry in report.replaced] == ["0"]
+    assert type(model[0]) is nn.Linear
+    assert type(model[2]).__name__ == "FusedLayerNorm"
+    with fusedops.patched(model):
+        fusedops.unpatch(model)
+    assert type(model[2]) is nn.LayerNorm
+
+
+def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch):
+    from fusedops.patching import patcher
+
+    model = gpt2()
+    before = classes(model)
+    count = 0
+
+    def fuse(module, rule, original=patcher.fuse):
+        nonlocal count
+        count += 1
+        if count == 7:
+            raise KeyboardInterrupt
+        return original(module, rule)
+
+    monkeypatch.setattr(patcher, "fuse", fuse)
+    with pytest.raises(KeyboardInterrupt):
+        fusedops.patch(model)
+    assert count == 7
+    assert classes(model) == before
+
+
+def test_compiled_and_distributed_models_are_patched_inside():
+    model = torch.compile(block(), backend="eager")
+    report = fusedops.patch(model)
+    assert [entry.path for entry in report.replaced] == ["_orig_mod.0", "_orig_mod.2"]
+    assert "the model is compiled" in report.notes[0]
+    assert "note: the model is compiled" in str(report)
