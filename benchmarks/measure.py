@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,18 @@ class Sample:
             return cls(seconds[0], seconds[0], seconds[0], 1)
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high, len(seconds))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """An interval that holds the true median with a probability of about 95 %, whatever the distribution.
+
+    The number of values below the median is binomial(n, 1/2): the interval ends at the order statistics that are 1.96
+    of its standard deviations, √n / 2, from the middle.
+    """
+    ordered = sorted(values)
+    reach = len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))
+    rank = max(0, math.floor(reach))
+    return ordered[rank], ordered[-1 - rank]
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Sample:

@@ -156,7 +156,7 @@ def run_gpt(device: torch.device, steps: int, seed: int, output: Path, backend: 
     first = batches[:_REFERENCE_STEPS]
     with _progress() as progress:
         bars = {
-            name: progress.add_task(f"GPT, {name}", total=len(part))
+            name: progress.add_task(f"GPT, {name}", total=len(part), start=False)
             for name, part in (("plain", batches), ("patched", batches), (reference, first))
         }
 
@@ -166,6 +166,7 @@ def run_gpt(device: torch.device, steps: int, seed: int, output: Path, backend: 
             report = fusedops.patch(model) if name == "patched" else None
             if name == "float64":
                 model.double()
+            progress.start_task(bars[name])
             in_half = half and name != reference
             run = gpt.train(model, part, size, in_half, lambda: progress.advance(bars[name]))
             del model
@@ -210,8 +211,7 @@ def worst_gradient(
 ) -> tuple[str, Rounding]:
     """The parameter whose patched gradient comes closest to its limit, or is farthest beyond it."""
     found = {name: compare(patched[name], plain[name], exact[name]) for name in plain}
-    # NaN is never the largest: what is not explained comes first.
-    worst = max(found, key=lambda name: (not found[name].explained, found[name].share))
+    worst = max(found, key=lambda name: found[name].share)
     return worst, found[worst]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from fusedops.demo import require
@@ -28,31 +29,33 @@ def draw_losses(
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 6.4), sharex=True, height_ratios=(3, 2), layout="constrained", dpi=120
     )
-    top.plot(plain, color="#9ecae1", linewidth=5, label="plain")
-    top.plot(patched, color="#08519c", linewidth=1.2, label="patched by fusedops")
+    steps = range(1, len(plain) + 1)
+    top.plot(steps, plain, color="#9ecae1", linewidth=5, label="plain")
+    top.plot(steps, patched, color="#08519c", linewidth=1.2, label="patched by fusedops")
     top.set_ylabel("training loss (nats per byte)")
     top.set_title(f"Byte-level GPT on Python's standard library, fusedops on the {backend} backend")
-    top.legend()
-    top.grid(alpha=0.3)
 
     apart = [abs(a - b) for a, b in zip(patched, plain, strict=True)]
     rounding = [abs(a - b) for a, b in zip(plain, reference, strict=False)]
-    bottom.plot(_visible(apart), color="#08519c", linewidth=1.2, label="|patched − plain|")
-    bottom.plot(_visible(rounding), color="#d94801", linewidth=1.2, label=f"|plain − {precision}|: rounding alone")
-    if any(apart) or any(rounding):
-        bottom.set_yscale("log")
-    if not any(apart):
-        middle = {"x": 0.5, "y": 0.08, "ha": "center", "transform": bottom.transAxes}
-        bottom.text(s="|patched − plain| is exactly 0 at every step", color="#08519c", **middle)
+    bottom.plot(
+        steps[: len(rounding)], rounding, color="#d94801", marker=".", label=f"|plain − {precision}|: rounding alone"
+    )
+    bottom.plot(steps, apart, color="#08519c", marker=".", linestyle="none", label="|patched − plain|")
+    # Logarithmic above the threshold, with zero, which is frequent, on the axis.
+    finite = [value for value in apart + rounding if math.isfinite(value)]
+    bottom.set_yscale("symlog", linthresh=_threshold(finite))
+    bottom.set_ylim(0, 10 * max(finite, default=1e-8) or 1e-7)
     bottom.set_xlabel("step")
-    bottom.set_ylabel("difference of losses (nats per byte)")
-    bottom.legend(loc="upper right")
-    bottom.grid(alpha=0.3)
+    bottom.set_ylabel("difference of the losses")
+    for axes, corner in ((top, "upper right"), (bottom, "upper left")):
+        axes.legend(loc=corner)
+        axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)
 
 
-def _visible(values: list[float]) -> list[float]:
-    """Zeros have no place on a logarithmic axis: they become gaps."""
-    return [value if value > 0 else float("nan") for value in values]
+def _threshold(values: list[float]) -> float:
+    """A power of ten below the smallest value that is not zero."""
+    smallest = min((value for value in values if value > 0), default=1e-8)
+    return float(10.0 ** math.floor(math.log10(smallest)))

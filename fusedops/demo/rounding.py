@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,10 @@ class Rounding:
 
     @property
     def share(self) -> float:
-        """How much of the limit is used: at most 1 where rounding explains the result."""
-        return self.patched / self.limit if self.limit > 0 else float(self.patched > 0) * float("inf")
+        """How much of the limit is used: at most 1 where rounding explains the result; infinite for NaN."""
+        if not self.explained and not (self.patched > self.limit > 0):
+            return math.inf
+        return self.patched / self.limit if self.limit > 0 else 0.0
 
     def to_dict(self) -> dict[str, float | bool]:
         return {

@@ -14,6 +14,7 @@ from benchmarks.measure import (
     interleave,
     linear_flops,
     markdown_table,
+    median_interval,
     norm_bytes,
     paired_ratio,
 )
@@ -24,6 +25,17 @@ def test_a_sample_holds_median_and_quartiles() -> None:
     assert Sample.of([2.0]) == Sample(2.0, 2.0, 2.0, 1)
     with pytest.raises(ValueError, match="seconds"):
         Sample.of([])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 11, 60, 201])
+def test_the_medians_interval_holds_the_true_median(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    held = 0
+    for _ in range(400):
+        low, high = median_interval(torch.rand(count, generator=generator).tolist())
+        held += low <= 0.5 <= high
+    # 95 % on average; fewer than about six values cannot promise that.
+    assert held >= 0.92 * 400 if count > 5 else low <= high
 
 
 def test_a_slow_moment_leaves_the_paired_ratio_alone() -> None:
