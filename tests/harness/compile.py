@@ -89,8 +89,8 @@ class CompileWorker:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.stdin.close()
-            self._process.wait()
+            self._process.kill()  # it holds nothing: Triton's cache is written file by file
+            self._process.communicate()
             self._process = None
         self._errors.close()
 

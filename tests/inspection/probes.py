@@ -5,6 +5,7 @@ The script runs in a process of its own: pytest's interprets kernels.
 
 from __future__ import annotations
 
+import doctest
 import json
 
 import torch
@@ -42,6 +43,7 @@ def wrong_kernel(X, Y, BLOCK: tl.constexpr):
 
 
 def main() -> None:
+    from fusedops.inspection import offline
     from fusedops.inspection.offline import CompilationError, capture_launches, compile_launch, compile_launches
     from fusedops.runtime.device import device_facts
 
@@ -79,6 +81,7 @@ def main() -> None:
         simple_kernel[(1,)](x, y, 1000, BLOCK=256)
     except Exception as error:  # no driver, or a driver that takes no CPU tensor: the real one is asked again
         found["launch_after"] = str(error)
+    found["examples"] = list(doctest.testmod(offline))
     print(json.dumps(found))
 
 

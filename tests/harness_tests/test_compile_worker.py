@@ -1,0 +1,36 @@
+"""The process that compiles answers, says what is wrong, and is started again after it died."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.compile import CompileWorker, all_cases
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture
+def worker() -> Iterator[CompileWorker]:
+    worker = CompileWorker()
+    yield worker
+    worker.close()
+
+
+def test_a_worker_answers_and_survives_errors(worker):
+    with pytest.raises(AssertionError, match="KeyError: 'norm/nothing'"):
+        worker.compile("norm/nothing", "sm_90")
+    with pytest.raises(AssertionError, match="ValueError: target must be one of"):
+        worker.compile("norm/forward_many_rows_a_program_64_float16", "sm_1")
+    assert worker.kernels("norm/forward_many_rows_a_program_64_float16", "sm_90") == ["norm_forward_kernel"]
+    worker._process.kill()
+    worker._process.wait()
+    (launch,) = worker.compile("norm/forward_many_rows_a_program_64_float16", "sm_90")
+    assert launch["name"] == "norm_forward_kernel"
+    assert launch["registers"] > 0
+
+
+def test_cases_are_named_by_their_family():
+    assert "norm/forward_many_rows_a_program_64_float16" in all_cases()
