@@ -204,6 +204,8 @@ def torch_attention(
             attn_mask = attn_mask & seen
         else:
             attn_mask = attn_mask.masked_fill(~seen, float("-inf"))
-    return _dot_product_attention(
-        q, k, v, torch_mask(attn_mask, q), is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    grouped = False  # not an expression: while torch.compile traces, a comparison of sizes is no bool
+    if q.shape[1] != k.shape[1]:
+        grouped = True
+    mask = torch_mask(attn_mask, q)
+    return _dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)

@@ -1,4 +1,4 @@
-"""What the attention tests share: problems, the plain composition, and the float64 definition they are compared with."""
+"""What the attention tests share: problems, the plain composition, and the definition in float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Problem:
 
     def __str__(self) -> str:
         default = Problem()
-        shown = [f"{n}={getattr(self, n)}" for n in self.__dataclass_fields__ if getattr(self, n) != getattr(default, n)]
+        shown = [
+            f"{n}={getattr(self, n)}" for n in self.__dataclass_fields__ if getattr(self, n) != getattr(default, n)
+        ]
         return ",".join(shown).replace(" ", "") or "plain"
 
     def but(self, **changes: Any) -> Problem:

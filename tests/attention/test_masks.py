@@ -165,4 +165,6 @@ def test_a_mask_of_the_most_negative_number(runner, dtype):
 
 def test_where_many_heads_share_a_mask(runner):
     """Few tiles and many heads: several programs share the sum of a mask's gradient."""
-    check(Problem(batch=3, heads=4, kv_heads=2, q=9, k=11, mask="float", mask_shape=(1, 1, 9, 11)), runner, torch.float32)
+    check(
+        Problem(batch=3, heads=4, kv_heads=2, q=9, k=11, mask="float", mask_shape=(1, 1, 9, 11)), runner, torch.float32
+    )

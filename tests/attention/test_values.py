@@ -35,9 +35,9 @@ def test_causal_alignments_by_hand(runner):
         torch.testing.assert_close(out.flatten(), torch.tensor(means, device=runner.device).float())
 
 
-@pytest.mark.parametrize("heads", [(3, 3), (3, 1), (16, 2)], ids=lambda h: f"{h[0] // h[1]}")
+@pytest.mark.parametrize("heads", [(3, 3), (3, 1), (8, 1)], ids=lambda h: f"{h[0] // h[1]}")
 def test_query_heads_a_key_head(runner, heads):
-    check(Problem(heads=heads[0], kv_heads=heads[1], batch=2 if heads[1] == 1 else 1, causal=True), runner, torch.float32)
+    check(Problem(heads=heads[0], kv_heads=heads[1], causal=True), runner, torch.float32)
 
 
 # (head size, head size of v, dtype)
@@ -105,7 +105,7 @@ def test_heads_that_lie_beside_each_other(runner):
 
 
 def test_many_heads(runner):
-    check(Problem(batch=3, heads=15, kv_heads=5, q=5, k=6, d=4), runner, torch.float32)
+    check(Problem(batch=2, heads=6, kv_heads=3, q=5, k=6, d=4), runner, torch.float32)
 
 
 def test_large_scores_do_not_overflow(runner):
