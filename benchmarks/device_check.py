@@ -60,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("device_check: torch finds no CUDA or ROCm device here; --dry-run runs without one", file=sys.stderr)
         return 2
-    return check(cases, options.budget, options.output or ROOT / "benchmarks" / "results", not options.no_tests)
+    device = torch.device("cuda", torch.cuda.current_device())
+    folder = options.output or ROOT / "benchmarks" / "results"
+    return check(cases, device, options.budget, folder, not options.no_tests)
 
 
 def dry_run(cases: list[Case]) -> int:
@@ -76,9 +78,9 @@ def dry_run(cases: list[Case]) -> int:
     return 1 if wrong else 0
 
 
-def check(cases: list[Case], budget: float, folder: Path, tests: bool) -> int:
+def check(cases: list[Case], device: torch.device, budget: float, folder: Path, tests: bool) -> int:
+    """Test, time and write the report; the exit code."""
     began = time.monotonic()
-    device = torch.device("cuda", torch.cuda.current_device())
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": {**asdict(device_facts(device)), "memory": torch.cuda.get_device_properties(device).total_memory},
@@ -140,7 +142,7 @@ def run_tests(seconds: float) -> dict[str, Any]:
         return {"result": "not run", "summary": "pytest is not installed", "seconds": 0.0}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short"]
     if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", "6"]  # most of a first run is compilation, on the CPU
+        command += ["-n", str(min(6, os.cpu_count() or 1))]  # most of a first run is compilation, on the CPU
     print(" ".join(command[1:]), flush=True)
     began = time.monotonic()
     pipe = subprocess.PIPE

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 import fusedops
 from benchmarks import cases, device_check
 from benchmarks.cases import OURS, Case, all_cases
-from benchmarks.measure import Sample
+from benchmarks.measure import GpuTimer, Sample
 
 
 def test_a_dry_run_runs_every_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +60,62 @@ def test_largest_distance_is_relative_and_sees_nan() -> None:
     assert device_check.largest_distance(runs) == pytest.approx(0.1, rel=1e-4)
     runs[OURS] = lambda: (exact, exact * float("nan"))
     assert device_check.largest_distance(runs) == float("inf")
+
+
+class Event:
+    """``torch.cuda.Event`` by the host's clock."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.seconds - self.seconds) * 1e3
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """What the check asks of ``torch.cuda``, answered for the CPU."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 20))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 20))
+    limits = made_up_report()["ceilings"]
+    monkeypatch.setattr(device_check, "ceilings", lambda timer, device: limits)
+    return torch.device("cpu")
+
+
+@pytest.mark.interpreter
+def test_a_check_from_end_to_end(pretended_gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = all_cases(tiny=True)[:3]
+    broken = replace(chosen[-1], problem="broken", prepare=lambda device: {OURS: lambda: 1 / 0})
+    assert device_check.check([*chosen, broken], pretended_gpu, 60.0, tmp_path, tests=False) == 1
+    report = json.loads((tmp_path / "triton-interpreter.json").read_text())
+    assert [case["operator"] for case in report["cases"]] == [case.operator for case in chosen]
+    assert all(case["agrees"] and case["speedup"] > 0 for case in report["cases"])
+    assert all(sample["count"] >= 7 for case in report["cases"] for sample in case["seconds"].values())
+    assert [failure["case"] for failure in report["failed"]] == [broken.name]
+    assert "ZeroDivisionError" in report["failed"][0]["error"]
+    assert (tmp_path / "triton-interpreter.md").read_text() == device_check.markdown(report)
+
+
+def test_what_the_budget_leaves_out_is_listed(pretended_gpu: torch.device, tmp_path: Path) -> None:
+    chosen = all_cases(tiny=True)
+    assert device_check.check(chosen, pretended_gpu, 0.0, tmp_path, tests=False) == 0
+    report = json.loads((tmp_path / "triton-interpreter.json").read_text())
+    assert report["left_out"] == [case.name for case in chosen]
+    assert report["cases"] == []
+
+
+def test_the_timer_flushes_longer_than_the_host_launches(pretended_gpu: torch.device) -> None:
+    timer = GpuTimer(pretended_gpu)
+    quick, slow = (timer._flushes_for(lambda seconds=seconds: time.sleep(seconds)) for seconds in (0.0, 0.01))
+    assert 1 <= quick < slow
+    samples = timer.measure({"a": lambda: time.sleep(0.002), "b": lambda: None}, seconds=0.0, least=3)
+    assert samples["a"].count == samples["b"].count == 3
+    assert samples["a"].median >= 0.002 > samples["b"].median
 
 
 def case_result(**changes: Any) -> dict[str, Any]:
