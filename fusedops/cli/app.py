@@ -13,6 +13,7 @@ from fusedops.cli.doctor import doctor
 app = typer.Typer(
     help="Fused GPU operators for PyTorch, written in Triton.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
