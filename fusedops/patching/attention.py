@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -71,13 +71,20 @@ def _itself(config: Any) -> Any:
 class FusedAttention(Fused):
     """It sees its config through FusedConfig."""
 
+    fused_eager: ClassVar[bool]
+
     @property
     def config(self: Any) -> Any:
         config = self.__dict__["config"]
         implementation = config._attn_implementation
         if implementation == "sdpa":
             return FusedConfig(config, "fusedops")
-        if implementation == "eager" and not eager_reasons(self):
+        if (
+            implementation == "eager"
+            and self.fused_eager
+            and not eager_reasons(self)
+            and "forward" not in self.__dict__
+        ):
             return FusedConfig(config, "fusedops_eager")
         return config
 
@@ -90,7 +97,7 @@ def eager_reasons(module: nn.Module) -> list[str]:
     """What keeps an eager attention module from being fused, at present."""
     reasons = []
     # Eager attention returns its weights, which the fused operator never has. Whoever wants them (transformers'
-    # output_attentions too) reads them with a hook.
+    # output_attentions too) reads them with a hook, or around a forward set on the instance.
     if module._forward_hooks:
         reasons.append("it has forward hooks, which may read its attention weights")
     if module.__dict__.get("reorder_and_upcast_attn"):
@@ -98,10 +105,24 @@ def eager_reasons(module: nn.Module) -> list[str]:
     return reasons
 
 
+def weights_are_hooked(kind: type[nn.Module]) -> bool:
+    """Whether transformers records the attention weights of a class by hooks, when they are asked for."""
+    names = {base.__name__ for base in kind.__mro__}
+    recorded = set()
+    for base in kind.__mro__:
+        for model in vars(sys.modules.get(base.__module__, object)).values():
+            specs = getattr(model, "_can_record_outputs", None) if isinstance(model, type) else None
+            for spec in specs.values() if isinstance(specs, dict) else ():
+                for one in spec if isinstance(spec, list) else [spec]:
+                    target = getattr(one, "target_class", one)
+                    recorded.add(getattr(target, "__name__", target))
+    return bool(names & recorded)
+
+
 def attention_body(original: type[nn.Module]) -> Body | None:
     if not (is_known(original) and reads_registry(original)):
         return None
-    return FusedAttention, {}
+    return FusedAttention, {"fused_eager": weights_are_hooked(original)}
 
 
 def is_known(kind: type[nn.Module]) -> bool:

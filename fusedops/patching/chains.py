@@ -211,8 +211,8 @@ def straight_line(function: FunctionType) -> tuple[str, ...] | None:
 
     Example:
         >>> from torch import nn
-        >>> straight_line(nn.TransformerDecoderLayer._ff_block) is None
-        True
+        >>> straight_line(nn.TransformerEncoderLayer._ff_block)
+        ('linear1', 'activation', 'dropout', 'linear2', 'dropout2')
     """
     code = function.__code__
     if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_posonlyargcount or code.co_flags & _NOT_PLAIN:

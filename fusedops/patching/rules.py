@@ -155,6 +155,8 @@ def _find_attention(module: nn.Module) -> Iterator[Finding]:
         reasons.append(f"it runs {implementation!r}; 'sdpa' and 'eager' are replaced")
     elif implementation == "eager":
         reasons += attention.eager_reasons(module)
+        if attention.is_known(kind) and not attention.weights_are_hooked(kind):
+            reasons.append("this version of transformers takes its eager attention weights from every call")
     if "forward" in module.__dict__:
         reasons.append("its forward was replaced on the instance")
     calls = f"fusedops.scaled_dot_product_attention (for {implementation!r})"

@@ -147,7 +147,8 @@ def test_output_attentions_of_sdpa_and_hidden_states_are_as_transformers_has_the
     fusedops.patch(patched)
     batch = inputs(plain)
     expected, actual = (m(**batch, output_attentions=True, output_hidden_states=True) for m in (plain, patched))
-    assert actual.attentions == expected.attentions == ()
+    assert actual.attentions == expected.attentions
+    assert not actual.attentions
     assert len(actual.hidden_states) == 3
     for states, expected_states in zip(actual.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(attended(states, batch), attended(expected_states, batch), **CLOSE)
@@ -160,6 +161,17 @@ def test_reordered_upcast_attention_is_left_alone():
         "its eager attention computes the scores in float32 (reorder_and_upcast_attn)"
     }
     assert type(model.transformer.h[0].attn).__name__ == "GPT2Attention"
+
+
+def test_eager_weights_that_no_hook_would_show_keep_attention_unfused(monkeypatch):
+    """A version of transformers whose GPT-2 collects its attention weights from what the modules return."""
+    model = gpt2("eager")
+    for base in (type(model), *type(model).__mro__):
+        if "_can_record_outputs" in vars(base):
+            monkeypatch.setattr(base, "_can_record_outputs", {"hidden_states": type(model.transformer.h[0])})
+    reasons = {entry.reason for entry in fusedops.plan(model).left}
+    assert reasons == {"this version of transformers takes its eager attention weights from every call"}
+    assert not fusedops.plan(gpt2("sdpa")).left
 
 
 def test_scales_of_gpt2(calls):
@@ -207,6 +219,7 @@ def test_grouped_heads_and_position_bias_of_other_models():
         attend(module, q, k, v, None, softcap=1.0)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 def test_gradient_checkpointing():
     for build in (bert, gpt2):
         plain = build()

@@ -111,6 +111,24 @@ def test_chains_of_users_modules_are_found(calls):
     assert calls["linear"] == 2
 
 
+@pytest.mark.parametrize("mode", ["training", "evaluation", "torch's fast path"])
+def test_a_transformer_layer_of_torch(mode, calls):
+    plain = nn.TransformerEncoderLayer(8, 2, 12, activation=nn.GELU(), batch_first=True).train(mode == "training")
+    patched = twin(plain)
+    report = fusedops.patch(patched)
+    assert [entry.path for entry in report.replaced] == ["linear1", "norm1", "norm2"]
+    assert [entry.path for entry in report.left] == ["self_attn"]
+    x = torch.randn(2, 5, 8)
+    results = []
+    with torch.set_grad_enabled(mode != "torch's fast path"):
+        for model in (plain, patched):
+            torch.manual_seed(0)
+            results.append(model(x))
+    torch.testing.assert_close(*results)
+    # The fast path takes a layer whole, from its parameters.
+    assert calls["linear"] == (mode != "torch's fast path")
+
+
 def test_a_patched_sequential_is_still_a_container(calls):
     model = block()
     fusedops.patch(model)
