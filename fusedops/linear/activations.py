@@ -78,8 +78,9 @@ def keeps_preactivation(activation: str | None) -> bool:
 
 def check_activation(function: str, activation: str | None) -> None:
     """TypeError or ValueError unless it is None or a name in the table."""
-    if activation is not None and activation not in ACTIVATIONS:
-        takes = f"None or one of {', '.join(map(repr, ACTIVATIONS))}"
-        if not isinstance(activation, str):
-            wrong_type(function, "activation", takes, activation)
-        wrong_value(function, "activation", takes, activation)
+    if activation is None or (isinstance(activation, str) and activation in ACTIVATIONS):
+        return
+    takes = f"None or one of {', '.join(map(repr, ACTIVATIONS))}"
+    if not isinstance(activation, str):
+        wrong_type(function, "activation", takes, activation)
+    wrong_value(function, "activation", takes, activation)

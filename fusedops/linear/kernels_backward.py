@@ -160,8 +160,9 @@ def grad_preactivation_kernel(
     split = (tl.program_id(0) // blocks_n).to(tl.int64)
     n = (tl.program_id(0) % blocks_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
+    step = tl.full((), BLOCK_M, tl.int64) * splits
     db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for first_m in range(split * BLOCK_M, M, splits.to(tl.int64) * BLOCK_M):
+    for first_m in range(split * BLOCK_M, M, step):
         m = first_m + tl.arange(0, BLOCK_M)
         mask = (m < M)[:, None] & in_n[None, :]
         at = m[:, None] * N + n[None, :]
@@ -226,13 +227,12 @@ def linear_backward(
         return dx.zero_(), dw.zero_(), db.zero_()
 
     dy = grad_output.reshape(M, N)
-    s = None if saved is None else saved.contiguous()
+    s = None if saved is None else saved.reshape(M, N).contiguous()
     w = weight.to(dy.dtype) if weight is not None and need_dx and K > 0 else None
     x = input.reshape(M, K) if input is not None and need_dw and K > 0 else None
-    input_config = config_for("grad_input", M, K, N, dy, activation, allow_tf32)
-    weight_config = config_for("grad_weight", N, K, M, dy, activation, allow_tf32)
-    precision = input_precision(dy, allow_tf32)
     with device_guard(dy):
+        input_config = config_for("grad_input", (M, K, N), (dy, s, w), activation, allow_tf32)
+        weight_config = config_for("grad_weight", (N, K, M), (dy, s, x), activation, allow_tf32)
         make_dz = (w is not None and not input_config.prologue) or (x is not None and not weight_config.prologue)
         make_db = need_db and x is None
         if make_db and w is not None and activation is not None:
@@ -244,8 +244,9 @@ def linear_backward(
                 need_db = False
             if dz is not None:
                 dy, s, activation = dz, None, None
-                input_config = config_for("grad_input", M, K, N, dy, None, allow_tf32)
-                weight_config = config_for("grad_weight", N, K, M, dy, None, allow_tf32)
+                input_config = config_for("grad_input", (M, K, N), (dy, w), None, allow_tf32)
+                weight_config = config_for("grad_weight", (N, K, M), (dy, x), None, allow_tf32)
+        precision = input_precision(dy, allow_tf32)
         if w is not None:
             c = input_config
             grad_input_kernel[tiles(c, M, K)](

@@ -69,12 +69,41 @@ def times_derivative(dy, s, ACTIVATION: tl.constexpr):
     return dy
 
 
+def aligned(matrix: torch.Tensor) -> bool:
+    """Whether Triton can read a matrix in vectors: it specialises a launch on pointers and integers divisible by 16."""
+    if matrix.data_ptr() % 16:
+        return False
+    (rows, cols), (row_stride, col_stride) = matrix.shape, matrix.stride()
+    return (col_stride == 1 and not (row_stride % 16 or cols % 16)) or (
+        row_stride == 1 and not (col_stride % 16 or rows % 16)
+    )
+
+
 def config_for(
-    product: Product, rows: int, cols: int, depth: int, operand: torch.Tensor, activation: str | None, allow_tf32: bool
+    product: Product,
+    sizes: tuple[int, int, int],
+    operands: tuple[torch.Tensor | None, ...],
+    activation: str | None,
+    allow_tf32: bool,
 ) -> LinearConfig:
-    """The configuration of a product with a result of (rows, cols) on the operand's device."""
-    problem = LinearProblem.of(product, rows, cols, depth, operand.element_size(), activation, allow_tf32)
-    return resolve(problem, operand.device, default_config)
+    """The configuration of a product whose result is (rows, cols), summed over depth.
+
+    Args:
+        product: which of the three.
+        sizes: (rows, cols, depth).
+        operands: the matrices that are read; the first decides the dtype and the device.
+    """
+    first = operands[0]
+    assert first is not None
+    problem = LinearProblem.of(
+        product,
+        *sizes,
+        itemsize=first.element_size(),
+        activation=activation,
+        tf32=allow_tf32,
+        aligned=all(matrix is None or aligned(matrix) for matrix in operands),
+    )
+    return resolve(problem, first.device, default_config)
 
 
 def tiles(config: LinearConfig, rows: int, cols: int) -> tuple[int]:

@@ -115,7 +115,7 @@ def linear_forward(
     x = input.reshape(M, K)
     w = weight.to(input.dtype)
     b = None if bias is None else bias.contiguous()
-    config = config_for("forward", M, N, K, x, activation, allow_tf32)
+    config = config_for("forward", (M, N, K), (x, w), activation, allow_tf32)
     threads = config.num_warps * device_facts(x.device).warp_size
     with device_guard(x):
         linear_forward_kernel[tiles(config, M, N)](

@@ -23,6 +23,7 @@ class LinearProblem:
         itemsize: bytes of an operand's element.
         activation: what the kernel applies: a in the forward, a′ in the prologue of a gradient's product.
         tf32: float32 operands may be rounded to TF32.
+        aligned: the operands can be read in vectors. Else a load is an element, which wants a register or two.
     """
 
     product: Product
@@ -31,14 +32,24 @@ class LinearProblem:
     depth: int
     itemsize: int
     activation: str | None
-    tf32: bool = False
+    tf32: bool
+    aligned: bool
 
     @classmethod
     def of(
-        cls, product: Product, rows: int, cols: int, depth: int, itemsize: int, activation: str | None, tf32: bool
+        cls,
+        product: Product,
+        rows: int,
+        cols: int,
+        depth: int,
+        *,
+        itemsize: int = 2,
+        activation: str | None = None,
+        tf32: bool = False,
+        aligned: bool = True,
     ) -> LinearProblem:
         rows, cols, depth = map(next_power_of_2, (rows, cols, depth))
-        return cls(product, rows, cols, depth, itemsize, activation, tf32 and itemsize == 4)
+        return cls(product, rows, cols, depth, itemsize, activation, tf32 and itemsize == 4, aligned)
 
     @property
     def derives(self) -> bool:
@@ -115,7 +126,11 @@ _SKINNY = (_C(32, 64, 128, 3, 4), _C(32, 32, 128, 3, 4), _C(16, 64, 128, 4, 4), 
 _SKINNY_TF32 = (_C(32, 32, 64, 3, 4), _C(16, 32, 64, 4, 4))
 _SKINNY_FULL = (_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4))
 _FULL = (_C(64, 64, 16, 3, 4), *_SKINNY_FULL)
-_AMPERE_TF32 = (_C(128, 128, 32, 3, 8), _C(64, 128, 32, 3, 4), _C(64, 64, 32, 3, 4), *_SKINNY_TF32)
+_UNALIGNED_TF32 = (_C(64, 64, 32, 3, 4), *_SKINNY_TF32)
+_AMPERE_TF32 = (_C(128, 128, 32, 3, 8), *_UNALIGNED_TF32)
+# Loads of single elements: each has an address in a register or two, whatever the device.
+_UNALIGNED_HALF = (_C(64, 64, 32, 2, 4), _C(32, 64, 32, 2, 4), _C(16, 64, 32, 2, 4))
+_UNALIGNED_DERIVE = (_C(64, 64, 16, 2, 4), _C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4))
 _CONSUMER = Defaults(
     half=(_C(128, 128, 32, 3, 8), _C(64, 128, 32, 3, 4), _C(64, 64, 32, 3, 4), *_SKINNY),
     tf32=(_C(128, 64, 32, 3, 8), _C(64, 64, 32, 3, 4), *_SKINNY_TF32),
@@ -229,12 +244,7 @@ def defaults_for(facts: DeviceFacts) -> Defaults:
 def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
     """A configuration that always fits: the largest tile of the table that leaves no multiprocessor idle."""
     defaults = defaults_for(facts)
-    if problem.itemsize < 4:
-        tiles = defaults.derive_half if problem.derives else defaults.half
-    elif problem.derives:
-        tiles = defaults.derive_full
-    else:
-        tiles = (problem.tf32 and defaults.tf32) or defaults.full
+    tiles = _tiles(problem, defaults, facts)
     fitting = [c for c in tiles if prune(c, problem, facts) is None] or [tiles[-1]]
     # A tile of fewer than 64 rows only where there are no more rows: it reads the other operand once for few.
     fitting = [c for c in fitting if c.rows >= min(problem.rows, 64)] or fitting
@@ -246,6 +256,20 @@ def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
     if problem.derives and not _prologue_pays(problem, chosen, defaults.budget, facts):
         chosen = replace(chosen, prologue=False)
     return chosen
+
+
+def _tiles(problem: LinearProblem, defaults: Defaults, facts: DeviceFacts) -> _Tiles:
+    if facts.vendor == "interpreter":
+        return defaults.half
+    if problem.itemsize == 4:
+        if problem.derives:
+            return defaults.derive_full
+        if problem.tf32 and defaults.tf32:
+            return defaults.tf32 if problem.aligned else _UNALIGNED_TF32
+        return defaults.full
+    if not problem.aligned:
+        return _UNALIGNED_DERIVE if problem.derives else _UNALIGNED_HALF
+    return defaults.derive_half if problem.derives else defaults.half
 
 
 def _prologue_pays(problem: LinearProblem, config: LinearConfig, budget: int, facts: DeviceFacts) -> bool:

@@ -1,0 +1,83 @@
+"""The linear launchers' compile cases: each kernel, at each kind of default configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fusedops.runtime.device import TARGETS
+from tests.harness.compile import BFLOAT16_TARGETS, Case
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_TF32_TARGETS = frozenset(name for name, facts in TARGETS.items() if facts.capability >= 80)
+# One target of each table of defaults, and one of each kind of matrix instruction.
+_TABLES = frozenset({"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx1100"})
+_KINDS = frozenset({"sm_80", "sm_90", "gfx942"})
+_ONE = frozenset({"sm_80"})
+
+Sizes = tuple[int, int, int]
+
+
+def _forward(
+    sizes: Sizes, dtype: torch.dtype, activation: str | None, *, tf32: bool = False, transposed: bool = False
+) -> Callable[[], object]:
+    from fusedops.linear.kernels_forward import linear_forward
+
+    M, N, K = sizes
+    x, bias = torch.empty(M, K, dtype=dtype), torch.empty(N, dtype=dtype)
+    weight = torch.empty(K, N, dtype=dtype).t() if transposed else torch.empty(N, K, dtype=dtype)
+    return lambda: linear_forward(x, weight, bias, activation, True, tf32)
+
+
+def _backward(
+    sizes: Sizes,
+    dtype: torch.dtype,
+    activation: str | None,
+    *,
+    tf32: bool = False,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+) -> Callable[[], object]:
+    from fusedops.linear.kernels_backward import linear_backward
+
+    M, N, K = sizes
+    dy, x, weight = (torch.empty(s, dtype=dtype) for s in ((M, N), (M, K), (N, K)))
+    saved = None if activation is None else dy
+    return lambda: linear_backward(dy, x, weight, saved, activation, needs, dtype, dtype, False, tf32)
+
+
+# Sizes decide the tile. Those of the gradients decide where the derivative is computed as well: few columns of the
+# result leave it in the products' prologue, many in a pass of its own.
+LARGE, THIN, MIDDLE, ODD = (8192, 8192, 8192), (1, 4096, 4096), (512, 1040, 1040), (1001, 1003, 1005)
+ONES = (1, 1, 1)  # Triton makes a constant of every argument that is 1
+FEW_COLUMNS, FEW_COLUMNS_MANY_ROWS = (1024, 1024, 64), (32768, 512, 128)
+
+_TABLE = [
+    ("forward_large", _forward, LARGE, _FP16, "gelu", {}, None),
+    ("forward_thin", _forward, THIN, _BF16, "silu", {}, _KINDS),
+    ("forward_middle_transposed", _forward, MIDDLE, _BF16, "gelu_tanh", {"transposed": True}, _KINDS),
+    ("forward_unaligned", _forward, ODD, _FP16, "gelu", {}, _TABLES),
+    ("forward_float32", _forward, LARGE, _FP32, "gelu", {}, _TABLES),
+    ("forward_tf32", _forward, LARGE, _FP32, "gelu", {"tf32": True}, _TF32_TARGETS & _KINDS),
+    ("backward_pass", _backward, LARGE, _FP16, "gelu", {}, None),
+    ("backward_prologue", _backward, FEW_COLUMNS, _BF16, "gelu", {}, BFLOAT16_TARGETS),
+    ("backward_prologue_many_rows", _backward, FEW_COLUMNS_MANY_ROWS, _BF16, "gelu", {}, _KINDS),
+    ("backward_prologue_unaligned", _backward, (65, 67, 69), _BF16, "gelu", {}, _KINDS),
+    ("backward_prologue_float32", _backward, FEW_COLUMNS, _FP32, "gelu", {}, _KINDS),
+    ("backward_bias_large", _backward, LARGE, _BF16, None, {}, _KINDS),
+    ("backward_bias_alone", _backward, ONES, _FP16, "relu", {"needs": (False, False, True)}, _ONE),
+    ("backward_ones", _backward, ONES, _FP16, "gelu", {}, _ONE),
+    ("forward_ones", _forward, ONES, _FP16, "gelu", {}, _ONE),
+    ("backward_tf32", _backward, LARGE, _FP32, None, {"tf32": True}, _TF32_TARGETS & _KINDS),
+]
+
+CASES = [
+    Case(
+        name,
+        lambda call=call, sizes=sizes, dtype=dtype, activation=activation, options=options: call(
+            sizes, dtype, activation, **options
+        ),
+        targets,
+    )
+    for name, call, sizes, dtype, activation, options, targets in _TABLE
+]

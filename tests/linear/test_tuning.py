@@ -1,0 +1,120 @@
+"""Configurations: every device gets one that fits, the choice is pure, and the derivative goes where it costs less."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from fusedops.linear.activations import ACTIVATIONS
+from fusedops.linear.tuning import DEFAULTS, SPACE, LinearConfig, LinearProblem, default_config, prune
+from fusedops.runtime.device import INTERPRETER, TARGETS, DeviceFacts
+
+UNKNOWN = [
+    DeviceFacts("nvidia", "sm_87", "a small board", 16, 166912),
+    DeviceFacts("nvidia", "sm_103", "a newer one", 160, 232448),
+    DeviceFacts("nvidia", "sm_110", "another board", 20, 232448),
+    DeviceFacts("nvidia", "sm_121", "a workstation", 48, 101376),
+    DeviceFacts("nvidia", "sm_130", "what comes", 200, 232448),
+    DeviceFacts("nvidia", "sm_90", "with little", 132, 49152),
+    DeviceFacts("amd", "gfx1201", "a card", 64, 65536, 32),
+    DeviceFacts("amd", "gfx908", "an older one", 120, 65536, 64),
+]
+DEVICES = [*TARGETS.values(), *UNKNOWN, INTERPRETER]
+SIZES = (0, 1, 3, 16, 33, 64, 100, 768, 3072, 50257, 2**20)
+
+
+def problems():
+    for product, sizes, (itemsize, tf32), activation, aligned in itertools.product(
+        ("forward", "grad_input", "grad_weight"),
+        itertools.product(SIZES, SIZES, (0, 64, 4096)),
+        ((2, False), (4, False), (4, True)),
+        (None, "relu", "gelu"),
+        (True, False),
+    ):
+        yield LinearProblem.of(product, *sizes, itemsize=itemsize, activation=activation, tf32=tf32, aligned=aligned)
+
+
+@pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")
+def test_every_problem_has_a_configuration_that_fits(facts):
+    for problem in {*problems()}:
+        config = default_config(problem, facts)
+        assert config.shared_memory(problem) <= facts.shared_memory, (problem, config)
+        assert config.num_warps * facts.warp_size <= 1024
+        for size in (config.rows, config.cols, config.depth):
+            assert size >= 16
+            assert size & (size - 1) == 0
+        assert config == default_config(problem, facts)
+
+
+@pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")
+def test_a_default_is_never_pruned(facts):
+    """Where the table has a tile for the size at all: products of 64 columns and up."""
+    for problem in {*problems()}:
+        config = default_config(problem, facts)
+        reason = prune(config, problem, facts)
+        assert reason is None or min(problem.rows, problem.cols) < 64, (problem, config, reason)
+
+
+def test_the_space_holds_something_for_every_problem_and_the_defaults_of_every_gpu():
+    for facts in TARGETS.values():
+        problem = LinearProblem.of("forward", 64, 64, 64, itemsize=4, activation="gelu")
+        assert any(prune(config, problem, facts) is None for config in SPACE)
+    for name, defaults in DEFAULTS.items():
+        if name == "interpreter":
+            continue
+        for field in ("half", "tf32", "full", "derive_half", "derive_full"):
+            for config in getattr(defaults, field):
+                assert config in SPACE, (name, field, config)
+
+
+def test_near_sizes_are_one_problem():
+    a, b = (LinearProblem.of("forward", m, 768, 3072) for m in (1025, 2000))
+    assert a == b
+    assert a != LinearProblem.of("forward", 1000, 768, 3072)
+
+
+def test_few_rows_get_a_thin_tile():
+    for rows, tile in ((1, 16), (16, 16), (17, 32), (64, 64)):
+        problem = LinearProblem.of("forward", rows, 4096, 4096)
+        assert default_config(problem, TARGETS["sm_90"]).rows == tile
+
+
+def test_a_small_result_gets_small_tiles_so_that_no_multiprocessor_idles():
+    large = LinearProblem.of("forward", 8192, 8192, 8192, activation="gelu")
+    small = LinearProblem.of("forward", 512, 1024, 4096, activation="gelu")
+    facts = TARGETS["sm_90"]
+    assert default_config(large, facts).rows * default_config(large, facts).cols == 128 * 256
+    assert default_config(small, facts).rows * default_config(small, facts).cols == 64 * 64
+
+
+def test_the_derivative_is_computed_in_the_prologue_where_few_block_columns_repeat_it():
+    facts = TARGETS["sm_90"]
+
+    def prologue(activation, in_features, rows=2**15):
+        problem = LinearProblem.of("grad_input", rows, in_features, 4096, activation=activation)
+        return default_config(problem, facts).prologue
+
+    assert prologue("relu", 128)
+    assert not prologue("gelu", 4096)
+    assert prologue("gelu", 64, rows=16)  # a launch costs more
+    cheap = sum(prologue("relu", k) for k in (64, 128, 256, 512, 1024))
+    dear = sum(prologue("gelu", k) for k in (64, 128, 256, 512, 1024))
+    assert cheap > dear
+
+
+def test_costs_are_ordered_as_the_formulas_are():
+    costs = [ACTIVATIONS[name].cost for name in ("relu", "silu", "gelu_tanh", "gelu")]
+    assert costs == sorted(costs)
+
+
+def test_prune_names_what_does_not_fit():
+    problem = LinearProblem.of("forward", 4096, 4096, 4096)
+    config = LinearConfig(128, 256, 64, 3, 8)
+    assert prune(config, problem, TARGETS["sm_90"]) is None
+    assert "shared memory" in prune(config, problem, TARGETS["sm_86"])
+    assert "sums a thread" in prune(replace(config, num_warps=4), problem, TARGETS["sm_90"])
+    assert "padding" in prune(config, replace(problem, cols=64), TARGETS["sm_90"])
+    assert "threads" in prune(replace(config, num_warps=32), problem, TARGETS["gfx950"])
+    assert prune(replace(config, prologue=False), problem, TARGETS["sm_90"]) is not None
