@@ -35,9 +35,10 @@ def exact(x, weight, bias, activation):
     return plain(x.double(), weight.to(x.dtype).double(), None if bias is None else bias.double(), activation)
 
 
-def tensors(runner, shape, out_features, dtype=torch.float32, *, bias=True, parameter_dtype=None, **layouts):
-    """(x, weight, bias), each requiring a gradient; ``layouts`` names their memory layouts by those names."""
+def tensors(runner, shape, out_features, dtype=torch.float32, *, bias=True, parameter_dtype=None, layouts=None):
+    """(x, weight, bias), each requiring a gradient; ``layouts`` holds memory layouts by those names."""
     parameter_dtype = parameter_dtype or dtype
+    layouts = layouts or {}
     sizes = {"x": shape, "weight": (out_features, shape[-1]), "bias": (out_features,)}
     made = {
         name: randn(

@@ -44,7 +44,7 @@ def test_any_leading_dimensions(runner, lead, bias):
 @pytest.mark.parametrize("which", ["x", "weight", "bias", "grad_output"])
 def test_any_strides_and_neighbours_that_are_nan(runner, which, layout, activation):
     """The layouts but transposed and expanded lie between NaN: a load past an edge would show."""
-    x, weight, bias = tensors(runner, (5, 7, 21), 19, torch.bfloat16, **{which: layout})
+    x, weight, bias = tensors(runner, (5, 7, 21), 19, torch.bfloat16, layouts={which: layout})
     grad_layout = layout if which == "grad_output" else "contiguous"
     grad = randn(5, 7, 19, dtype=torch.bfloat16, device=runner.device, layout=grad_layout)
     check(x, weight, bias, activation, grad)
