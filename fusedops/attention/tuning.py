@@ -65,20 +65,23 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
 
-    def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes of shared memory, at most about: the tiles in flight, those that stay, and a tile of scores or mask."""
-        m, n = (
-            self.block_m * (problem.block_dk + problem.block_dv),
-            self.block_n * (problem.block_dk + problem.block_dv),
-        )
-        if problem.kernel == "forward":
+    def shared_memory(self, problem: AttentionProblem, facts: DeviceFacts) -> int:
+        """Bytes of shared memory, at most about: the tiles in flight, those that stay, and a tile of scores or mask.
+
+        AMD's and Turing's loads go through registers: there only what is in flight between steps stays.
+        """
+        m = self.block_m * (problem.block_dk + problem.block_dv)
+        n = self.block_n * (problem.block_dk + problem.block_dv)
+        moving = m if problem.kernel == "backward_kv" else n
+        if facts.vendor == "amd" or facts.capability == 75:
+            tile = max(self.block_m, self.block_n) * max(problem.block_dk, problem.block_dv)
+            elements = max((self.num_stages - 1) * moving, tile)
+        elif problem.kernel == "forward":
             elements = self.num_stages * n + self.block_m * problem.block_dk
-        elif problem.kernel == "backward_kv":
-            elements = self.num_stages * m + n
-        elif problem.kernel == "backward_q":
-            elements = self.num_stages * n + m
-        else:
+        elif problem.kernel == "backward_mask":
             elements = m + n
+        else:
+            elements = self.num_stages * moving + (n if problem.kernel == "backward_kv" else m)
         scores = self.block_m * self.block_n * (problem.itemsize if problem.mask == "none" else 4)
         return problem.itemsize * elements + scores
 
@@ -109,7 +112,7 @@ def prune(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts
         return "the tile is larger than the problem"
     if problem.kernel == "backward_mask" and config.num_stages > 1:
         return "the kernel has nothing to keep in flight"
-    if config.shared_memory(problem) > facts.shared_memory:
+    if config.shared_memory(problem, facts) > facts.shared_memory:
         return f"more than {facts.shared_memory} bytes of shared memory"
     if config.registers(problem, facts.warp_size) > (400 if facts.vendor == "amd" else 200):
         return "sums and scores do not fit in registers"
@@ -254,7 +257,7 @@ def default_config(problem: AttentionProblem, facts: DeviceFacts) -> AttentionCo
     size = max(64, problem.block_dk, problem.block_dv)
     config = defaults_for(facts)[problem.kernel, min(problem.itemsize, 4), size][problem.mask != "none"]
     config = replace(config, block_m=min(config.block_m, problem.rows), block_n=min(config.block_n, problem.keys))
-    while config.shared_memory(problem) > facts.shared_memory:
+    while config.shared_memory(problem, facts) > facts.shared_memory:
         smaller = _smaller(config)
         if smaller == config:
             break

@@ -31,7 +31,7 @@ def problems():
 def test_every_problem_has_a_configuration_that_fits(facts):
     for problem in {*problems()}:
         config = default_config(problem, facts)
-        assert config.shared_memory(problem) <= facts.shared_memory, (problem, config)
+        assert config.shared_memory(problem, facts) <= facts.shared_memory, (problem, config)
         assert config.num_warps * facts.warp_size <= 1024
         assert config.block_m >= 16
         assert config.block_n >= 16
