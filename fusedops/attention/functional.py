@@ -3,66 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Sequence
 
 import torch
 
 from fusedops.attention import reference
+from fusedops.attention.arguments import Causal, check_attention, check_scaled_dot_product_attention
 from fusedops.attention.autograd import attention_op
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
-from fusedops.runtime.checks import check_same_device, check_tensor, wrong_type, wrong_value
 from fusedops.runtime.precision import autocast_dtype, tf32_allowed
-
-Causal = bool | Literal["top_left", "bottom_right"]
-
-_CAUSAL = {
-    False: reference.NO_CAUSAL,
-    True: reference.TOP_LEFT,
-    "top_left": reference.TOP_LEFT,
-    "bottom_right": reference.BOTTOM_RIGHT,
-}
 
 # The kernels hold whole rows of q, k and v.
 _MAX_SIZE = 256
 
 _torch_attention = torch._C._nn.scaled_dot_product_attention
-
-
-def _check_tensors(function: str, names: tuple[str, str, str], q: Any, k: Any, v: Any) -> None:
-    """Three floating-point tensors of one device and, autocast aside, one dtype."""
-    for name, tensor in zip(names, (q, k, v), strict=True):
-        check_tensor(function, name, tensor)
-    for name, tensor in ((names[1], k), (names[2], v)):
-        check_same_device(function, name, tensor, names[0], q)
-        if tensor.dtype != q.dtype and autocast_dtype(tensor) != autocast_dtype(q):
-            wrong_type(function, name, f"of the dtype of {names[0]} ({q.dtype})", tensor)
-
-
-def _check_mask(function: str, mask: Any, shape: tuple[int, ...], like: str, q: torch.Tensor) -> None:
-    """A bool or floating tensor that broadcasts to ``shape``, adding no dimension."""
-    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
-        if mask.layout is not torch.strided:
-            wrong_type(function, "attn_mask", "a strided tensor", mask)
-    elif isinstance(mask, torch.Tensor):
-        check_tensor(function, "attn_mask", mask)
-    else:
-        wrong_type(function, "attn_mask", "a bool or floating-point tensor, or None", mask)
-    check_same_device(function, "attn_mask", mask, like, q)
-    sizes = mask.shape
-    if len(sizes) > len(shape) or any(
-        size not in (1, whole) for size, whole in zip(reversed(sizes), reversed(shape), strict=False)
-    ):
-        wrong_value(function, "attn_mask", f"of a shape that broadcasts to {shape}", mask)
-
-
-def _check_number(function: str, argument: str, value: Any) -> None:
-    if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or isinstance(value, bool):
-        wrong_type(function, argument, "a number", value)
-
-
-def _check_bool(function: str, argument: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        wrong_type(function, argument, "a bool", value)
 
 
 def _unsupported(q: torch.Tensor, v: torch.Tensor) -> list[str]:
@@ -92,34 +46,10 @@ def _run(
     return out, lse
 
 
-def _check_attention(q, k, v, *, causal=False, attn_mask=None, scale=None, return_lse=False):  # type: ignore[no-untyped-def]
-    """Raise, naming the argument, or give the number that stands for ``causal``."""
-    _check_tensors("attention", ("q", "k", "v"), q, k, v)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            wrong_value("attention", name, "of four dimensions (batch, heads, length, head size)", tensor)
-    batch, heads, seqlen_q, size = q.shape
-    _, kv_heads, seqlen_k, _ = k.shape
-    if k.shape[0] != batch or k.shape[3] != size:
-        wrong_value("attention", "k", f"of shape ({batch}, heads, length, {size}), as q is", k)
-    if heads % kv_heads if kv_heads else heads:
-        wrong_value("attention", "k", f"of a number of heads that divides q's {heads}", k)
-    if v.shape[:3] != k.shape[:3]:
-        wrong_value("attention", "v", f"of shape ({batch}, {kv_heads}, {seqlen_k}, head size), as k is", v)
-    if attn_mask is not None:
-        _check_mask("attention", attn_mask, (batch, heads, seqlen_q, seqlen_k), "q", q)
-    if scale is not None:
-        _check_number("attention", "scale", scale)
-    _check_bool("attention", "return_lse", return_lse)
-    if not isinstance(causal, (bool, str)):
-        wrong_type("attention", "causal", 'False, True, "top_left" or "bottom_right"', causal)
-    if causal not in _CAUSAL:
-        wrong_value("attention", "causal", 'False, True, "top_left" or "bottom_right"', causal)
-    return _CAUSAL[causal]
-
-
-def _attention_reasons(q, k, v, **options):  # type: ignore[no-untyped-def]
-    _check_attention(q, k, v, **options)
+def _attention_reasons(  # type: ignore[no-untyped-def]
+    q, k, v, *, causal=False, attn_mask=None, scale=None, return_lse=False
+):
+    check_attention(q, k, v, causal, attn_mask, scale, return_lse)
     return q.device, _unsupported(q, v)
 
 
@@ -168,7 +98,7 @@ def attention(
         >>> fusedops.attention(q, k, v, causal="bottom_right").shape
         torch.Size([1, 8, 5, 32])
     """
-    code = _check_attention(q, k, v, causal=causal, attn_mask=attn_mask, scale=scale, return_lse=return_lse)
+    code = check_attention(q, k, v, causal, attn_mask, scale, return_lse)
     if attn_mask is not None and attn_mask.dim() < 4:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if might_use_triton(q.device) and use_triton("attention", _unsupported(q, v), q.device):
@@ -178,53 +108,6 @@ def attention(
     else:
         return reference.torch_attention(q, k, v, attn_mask, code, scale)
     return (out, lse) if return_lse else out
-
-
-def _check_sdpa(  # type: ignore[no-untyped-def]
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
-    """Raise, naming the argument, or give the broadcast leading shape: (…, heads)."""
-    function = "scaled_dot_product_attention"
-    _check_tensors(function, ("query", "key", "value"), query, key, value)
-    _check_bool(function, "enable_gqa", enable_gqa)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        least = 3 if enable_gqa else 2
-        if tensor.dim() < least:
-            wrong_value(function, name, f"of at least {least} dimensions", tensor)
-    if key.shape[-1] != query.shape[-1]:
-        wrong_value(function, "key", f"of query's head size {query.shape[-1]}", key)
-    if value.shape[-2] != key.shape[-2]:
-        wrong_value(function, "value", f"of key's length {key.shape[-2]}", value)
-    lead = query.shape[:-2]
-    if enable_gqa:
-        for name, tensor in (("key", key), ("value", value)):
-            if lead[-1] % tensor.shape[-3] if tensor.shape[-3] else lead[-1]:
-                wrong_value(function, name, f"of a number of heads that divides query's {lead[-1]}", tensor)
-    for name, tensor in (("key", key), ("value", value)):
-        other = tensor.shape[:-2]
-        if enable_gqa:
-            other = (*other[:-1], lead[-1])
-        if other != lead:
-            try:
-                lead = torch.broadcast_shapes(lead, other)
-            except RuntimeError:
-                takes = f"broadcastable to query's leading dimensions {tuple(query.shape[:-2])}"
-                if not enable_gqa and tensor.dim() > 2:
-                    takes += " (enable_gqa=True lets heads be shared)"
-                wrong_value(function, name, takes, tensor)
-    if attn_mask is not None:
-        if isinstance(attn_mask, torch.Tensor) and attn_mask.dim() < 2:
-            wrong_value(function, "attn_mask", "of at least 2 dimensions", attn_mask)
-        _check_mask(function, attn_mask, (*lead, query.shape[-2], key.shape[-2]), "query", query)
-    _check_number(function, "dropout_p", dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        wrong_value(function, "dropout_p", "from 0 to 1", dropout_p)
-    _check_bool(function, "is_causal", is_causal)
-    if is_causal and attn_mask is not None:
-        wrong_value(function, "attn_mask", "None where is_causal is True", attn_mask)
-    if scale is not None:
-        _check_number(function, "scale", scale)
-    return lead
 
 
 def _sdpa_unsupported(
@@ -241,11 +124,11 @@ def _sdpa_unsupported(
 def _sdpa_reasons(  # type: ignore[no-untyped-def]
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    _check_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return query.device, _sdpa_unsupported(query, key, value, dropout_p, enable_gqa)
 
 
-def _four_dimensions(tensor: torch.Tensor, batch: tuple[int, ...], heads: int) -> torch.Tensor:
+def _four_dimensions(tensor: torch.Tensor, batch: Sequence[int], heads: int) -> torch.Tensor:
     """(…, heads, length, size) as (batch, heads, length, size), its batch dimensions broadcast; a view where it can."""
     if tensor.dim() == 4 and len(batch) == 1 and tensor.shape[0] == batch[0] and tensor.shape[1] == heads:
         return tensor
@@ -253,7 +136,7 @@ def _four_dimensions(tensor: torch.Tensor, batch: tuple[int, ...], heads: int) -
     return tensor.expand(*batch, heads, length, size).reshape(math.prod(batch), heads, length, size)
 
 
-def _four_dimensional_mask(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
+def _four_dimensional_mask(mask: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:
     """The same for a mask, whose dimensions of size 1 stay so where they can."""
     if mask.dim() < 4:
         return mask[(None,) * (4 - mask.dim())]
@@ -304,7 +187,7 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, torchs, atol=1e-6)
         True
     """
-    lead = _check_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    lead = check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if might_use_triton(query.device) and use_triton(
         "scaled_dot_product_attention",
         _sdpa_unsupported(query, key, value, dropout_p, enable_gqa),

@@ -192,18 +192,20 @@ def torch_attention(
     if attn_mask is not None and (q.numel() == 0 or k.numel() == 0):
         # torch's operator leaves a mask that it does not need out of the graph: its gradient would be None, not zero.
         return attention_with_lse(q, k, v, attn_mask, causal, scale)[0]
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    if causal == BOTTOM_RIGHT and seqlen_q == seqlen_k:
-        causal = TOP_LEFT
-    is_causal = causal == TOP_LEFT and attn_mask is None
-    if causal != NO_CAUSAL and not is_causal:
-        seen = causal_mask(seqlen_q, seqlen_k, causal, q.device)
-        if attn_mask is None:
-            attn_mask = seen
-        elif attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask & seen
+    is_causal = False
+    if causal != NO_CAUSAL:
+        seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+        top_left = causal == TOP_LEFT or seqlen_q == seqlen_k
+        if top_left and attn_mask is None:
+            is_causal = True
         else:
-            attn_mask = attn_mask.masked_fill(~seen, float("-inf"))
+            seen = causal_mask(seqlen_q, seqlen_k, causal, q.device)
+            if attn_mask is None:
+                attn_mask = seen
+            elif attn_mask.dtype == torch.bool:
+                attn_mask = attn_mask & seen
+            else:
+                attn_mask = attn_mask.masked_fill(~seen, float("-inf"))
     grouped = False  # not an expression: while torch.compile traces, a comparison of sizes is no bool
     if q.shape[1] != k.shape[1]:
         grouped = True
