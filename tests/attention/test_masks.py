@@ -168,3 +168,20 @@ def test_where_many_heads_share_a_mask(runner):
     check(
         Problem(batch=3, heads=4, kv_heads=2, q=9, k=11, mask="float", mask_shape=(1, 1, 9, 11)), runner, torch.float32
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_torchs_operator_on_a_gpu_gives_blind_queries_zeros(kind, dtype):
+    """What the torch backend relies on, whichever of torch's kernels serves the call."""
+    device = torch.device("cuda")
+    q, k, v, _ = BASE.but(q=64, k=128, d=64).inputs(device, dtype)
+    mask = blind_rows(kind, (1, 1, 64, 128), device)
+    mask = mask if kind == "bool" else mask.detach().to(dtype)
+    with fusedops.backend("torch"):
+        out = fusedops.attention(q, k, v, attn_mask=mask)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert (out[:, :, [3, 17]] == 0).all()
+    assert (grads[0][:, :, [3, 17]] == 0).all()
+    assert all(torch.isfinite(t).all() for t in (out, *grads))
