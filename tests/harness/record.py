@@ -107,7 +107,8 @@ def main() -> None:
 
     from tests.harness.compile import CompileWorker
 
-    combinations = list(_combinations())
+    order = ("sm_90", "sm_80", "gfx942")
+    combinations = sorted(_combinations(), key=lambda c: order.index(c[1]) if c[1] in order else len(order))
     workers = [CompileWorker() for _ in range(os.cpu_count() or 1)]
     idle = list(workers)
     found: dict[str, Mapping[str, Any]] = {}
