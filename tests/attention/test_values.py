@@ -20,7 +20,7 @@ def test_every_dtype(runner, causal, dtype):
 
 
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("lengths", [(90, 70), (2, 90), (65, 64), (64, 130)], ids=str)
+@pytest.mark.parametrize("lengths", [(90, 70), (2, 90), (65, 64), (64, 130), (69, 70)], ids=str)
 def test_causal_alignment_with_unequal_lengths(runner, causal, lengths):
     check(Problem(heads=1, kv_heads=1, q=lengths[0], k=lengths[1], causal=causal), runner, torch.float32)
 
