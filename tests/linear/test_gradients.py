@@ -101,6 +101,16 @@ def test_without_a_gradient_nothing_is_kept(kernel_runner, activation):
     assert saved.shape == (0,)
 
 
+def test_what_was_kept_may_come_back_with_other_strides(kernel_runner):
+    """As from a saved-tensor hook that packed it in another layout."""
+    leaves = tensors(kernel_runner, (9, 20), 12)
+    right = torch.autograd.grad(fusedops.linear(*leaves, "gelu").sum(), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t()):
+        y = fusedops.linear(*leaves, "gelu")
+    for ours, same in zip(torch.autograd.grad(y.sum(), leaves), right, strict=True):
+        torch.testing.assert_close(ours, same, rtol=1e-6, atol=1e-6)
+
+
 def test_a_residual_branch_sees_the_output_it_was_given(runner):
     """``y`` is used twice and its gradient arrives as a shared tensor."""
     leaves = tensors(runner, (9, 12), 12)
