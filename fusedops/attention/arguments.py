@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from fusedops.attention import reference
-from fusedops.runtime.checks import check_same_device, check_tensor, wrong_type, wrong_value
+from fusedops.runtime.checks import check_number, check_same_device, check_tensor, wrong_type, wrong_value
 from fusedops.runtime.precision import autocast_dtype
 
 Causal = bool | Literal["top_left", "bottom_right"]
@@ -55,11 +55,6 @@ def _check_mask(function: str, mask: Any, shape: Sequence[int], like: str, q: to
         wrong_value(function, "attn_mask", f"of a shape that broadcasts to {tuple(shape)}", mask)
 
 
-def _check_number(function: str, argument: str, value: Any) -> None:
-    if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or isinstance(value, bool):
-        wrong_type(function, argument, "a number", value)
-
-
 def _check_bool(function: str, argument: str, value: Any) -> None:
     if not isinstance(value, bool):
         wrong_type(function, argument, "a bool", value)
@@ -91,7 +86,7 @@ def check_attention(
     if attn_mask is not None:
         _check_mask("attention", attn_mask, (batch, heads, seqlen_q, seqlen_k), _Q, q)
     if scale is not None:
-        _check_number("attention", "scale", scale)
+        check_number("attention", "scale", scale)
     _check_bool("attention", "return_lse", return_lse)
     if not isinstance(causal, (bool, str)):
         wrong_type("attention", "causal", 'False, True, "top_left" or "bottom_right"', causal)
@@ -144,10 +139,10 @@ def check_scaled_dot_product_attention(
         _check_mask(function, attn_mask, (*lead, query.shape[-2], key.shape[-2]), "query", query)
         if is_causal:
             wrong_value(function, "attn_mask", "None where is_causal is True", attn_mask)
-    _check_number(function, "dropout_p", dropout_p)
+    check_number(function, "dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         wrong_value(function, "dropout_p", "from 0 to 1", dropout_p)
     _check_bool(function, "is_causal", is_causal)
     if scale is not None:
-        _check_number(function, "scale", scale)
+        check_number(function, "scale", scale)
     return lead

@@ -9,7 +9,7 @@ import torch
 from fusedops.norm import reference
 from fusedops.norm.autograd import norm_op
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
-from fusedops.runtime.checks import check_same_device, check_tensor, wrong_type, wrong_value
+from fusedops.runtime.checks import check_number, check_same_device, check_tensor, wrong_type, wrong_value
 
 # torch's default for rms_norm: the machine epsilon of the dtype that the statistics are computed in.
 _EPS = {torch.float64: torch.finfo(torch.float64).eps}
@@ -49,16 +49,11 @@ def _check_parameter(
     check_same_device(function, argument, value, "input", input)
 
 
-def _check_number(function: str, argument: str, value: float) -> None:
-    if not isinstance(value, (float, int)) or isinstance(value, bool):
-        wrong_type(function, argument, "a number", value)
-
-
 def _check_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):  # type: ignore[no-untyped-def]
     shape = _check_shape("layer_norm", input, normalized_shape)
     _check_parameter("layer_norm", "weight", weight, shape, input)
     _check_parameter("layer_norm", "bias", bias, shape, input)
-    _check_number("layer_norm", "eps", eps)
+    check_number("layer_norm", "eps", eps)
     return shape
 
 
@@ -66,8 +61,8 @@ def _check_rms_norm(input, normalized_shape, weight=None, eps=None, *, weight_of
     shape = _check_shape("rms_norm", input, normalized_shape)
     _check_parameter("rms_norm", "weight", weight, shape, input)
     if eps is not None:
-        _check_number("rms_norm", "eps", eps)
-    _check_number("rms_norm", "weight_offset", weight_offset)
+        check_number("rms_norm", "eps", eps)
+    check_number("rms_norm", "weight_offset", weight_offset)
     return shape
 
 

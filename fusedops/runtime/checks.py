@@ -5,6 +5,7 @@ They run on every call, so each is a few attribute reads; the text is only built
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NoReturn
 
 import torch
@@ -43,3 +44,13 @@ def check_tensor(function: str, argument: str, value: Any) -> None:
 def check_same_device(function: str, argument: str, value: torch.Tensor, like: str, other: torch.Tensor) -> None:
     if value.device != other.device:
         wrong_value(function, argument, f"on the device of {like} ({other.device})", value)
+
+
+def check_number(function: str, argument: str, value: Any) -> None:
+    """A real number: Python's, numpy's or a symbolic one, but no bool."""
+    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        if not isinstance(value, bool):
+            return
+    elif isinstance(value, numbers.Real):
+        return
+    wrong_type(function, argument, "a number", value)

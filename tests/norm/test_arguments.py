@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,3 +49,9 @@ def test_wrong_bias():
 def test_wrong_weight_offset():
     with pytest.raises(TypeError, match=r"^rms_norm: weight_offset must be a number; got 'one'"):
         fusedops.rms_norm(X, 8, weight_offset="one")
+
+
+@pytest.mark.parametrize("function", [fusedops.layer_norm, fusedops.rms_norm], ids=lambda f: f.__name__)
+def test_numpys_numbers_are_numbers(runner, function):
+    x = torch.randn(2, 8, device=runner.device)
+    assert torch.equal(function(x, 8, eps=np.float32(0.5)), function(x, 8, eps=0.5))
