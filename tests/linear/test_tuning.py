@@ -22,13 +22,13 @@ UNKNOWN = [
     DeviceFacts("amd", "gfx908", "an older one", 120, 65536, 64),
 ]
 DEVICES = [*TARGETS.values(), *UNKNOWN, INTERPRETER]
-SIZES = (0, 1, 3, 16, 33, 64, 100, 768, 3072, 50257, 2**20)
+SIZES = (0, 1, 16, 33, 64, 100, 768, 50257)
 
 
 def problems():
     for product, sizes, (itemsize, tf32), activation, aligned in itertools.product(
         ("forward", "grad_input", "grad_weight"),
-        itertools.product(SIZES, SIZES, (0, 64, 4096)),
+        itertools.product(SIZES, SIZES, (0, 4096)),
         ((2, False), (4, False), (4, True)),
         (None, "relu", "gelu"),
         (True, False),
@@ -38,23 +38,16 @@ def problems():
 
 @pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")
 def test_every_problem_has_a_configuration_that_fits(facts):
-    for problem in {*problems()}:
+    for problem in problems():
         config = default_config(problem, facts)
         assert config.shared_memory(problem) <= facts.shared_memory, (problem, config)
         assert config.num_warps * facts.warp_size <= 1024
         for size in (config.rows, config.cols, config.depth):
             assert size >= 16
             assert size & (size - 1) == 0
-        assert config == default_config(problem, facts)
-
-
-@pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")
-def test_a_default_is_never_pruned(facts):
-    """Where the table has a tile for the size at all: products of 64 columns and up."""
-    for problem in {*problems()}:
-        config = default_config(problem, facts)
-        reason = prune(config, problem, facts)
-        assert reason is None or min(problem.rows, problem.cols) < 64, (problem, config, reason)
+        # Where the table has a tile of the size at all, it is one that a search would try too.
+        if min(problem.rows, problem.cols) >= 64:
+            assert prune(config, problem, facts) is None, (problem, config)
 
 
 def test_the_space_holds_something_for_every_problem_and_the_defaults_of_every_gpu():

