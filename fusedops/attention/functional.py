@@ -10,7 +10,9 @@ import torch
 from fusedops.attention import reference
 from fusedops.attention.arguments import Causal, check_attention, check_scaled_dot_product_attention
 from fusedops.attention.autograd import attention_op
+from fusedops.attention.tuning import too_small
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
+from fusedops.runtime.device import device_facts
 from fusedops.runtime.precision import autocast_dtype, tf32_allowed
 
 # The kernels hold whole rows of q, k and v.
@@ -25,7 +27,22 @@ def _unsupported(q: torch.Tensor, v: torch.Tensor) -> list[str]:
     for what, size in (("queries and keys", q.shape[-1]), ("values", v.shape[-1])):
         if not 1 <= size <= _MAX_SIZE:
             reasons.append(f"head size {size} of {what}: the kernels take 1 to {_MAX_SIZE}")
+    if not reasons:
+        small, wide = _device_reasons(q.device.type, q.device.index)
+        if small is None and wide is not None and autocast_dtype(q) == torch.float32:
+            small = wide if q.shape[-1] > 128 and v.shape[-1] > 128 else None
+        reasons += [] if small is None else [small]
     return reasons
+
+
+def _device_reasons(kind: str, index: int | None) -> tuple[str | None, str | None]:
+    """Why the kernels cannot serve any heads on a device, and why not wide ones of float32."""
+    facts = device_facts(torch.device(kind, index or 0))
+    return too_small(facts, 16, 16, 2), too_small(facts, _MAX_SIZE, _MAX_SIZE, 4)
+
+
+# A device's facts never change: traced code takes the answer as a constant.
+_device_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _run(

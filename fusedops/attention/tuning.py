@@ -68,12 +68,12 @@ class AttentionConfig:
     def shared_memory(self, problem: AttentionProblem, facts: DeviceFacts) -> int:
         """Bytes of shared memory, at most about: the tiles in flight, those that stay, and a tile of scores or mask.
 
-        AMD's and Turing's loads go through registers: there only what is in flight between steps stays.
+        AMD's loads go through registers: there only what is in flight between steps stays.
         """
         m = self.block_m * (problem.block_dk + problem.block_dv)
         n = self.block_n * (problem.block_dk + problem.block_dv)
         moving = m if problem.kernel == "backward_kv" else n
-        if facts.vendor == "amd" or facts.capability == 75:
+        if facts.vendor == "amd":
             tile = max(self.block_m, self.block_n) * max(problem.block_dk, problem.block_dv)
             elements = max((self.num_stages - 1) * moving, tile)
         elif problem.kernel == "forward":
@@ -221,12 +221,6 @@ DEFAULTS: dict[str, Table] = {
         ("backward_mask", 4, 128): (C(16, 16, 4, 1), C(16, 16, 4, 1)),
         ("backward_mask", 4, 256): (C(16, 16, 4, 1), C(16, 16, 4, 1)),
     },
-    "gfx1100": {
-        (kernel, itemsize, size): (C(rows, columns, 8, 1), C(rows, columns, 8, 1))
-        for kernel in PASSES
-        for itemsize in (2, 4)
-        for size, rows, columns in ((64, 32, 32), (128, 32, 16), (256, 16, 16))
-    },
     # Its cost is an operation's, whatever the tile: few large tiles, yet more than one in the tests' short sequences.
     "interpreter": {
         (kernel, itemsize, size): (C(64, 64, 4, 1), C(64, 64, 4, 1))
@@ -237,12 +231,22 @@ DEFAULTS: dict[str, Table] = {
 }
 
 
+def too_small(facts: DeviceFacts, d: int, dv: int, itemsize: int) -> str | None:
+    """Why no configuration suits heads of these sizes on a device; None: one does."""
+    if facts.vendor == "amd" and not facts.arch.startswith("gfx9"):
+        # Matrix operands are held twice in RDNA's registers: the smallest tiles of the backward spill (gfx1100, D 64).
+        return f"{facts.arch}: the backward does not fit in its registers"
+    if facts.capability == 75 and itemsize == 4 and min(d, dv) > 128:
+        return f"{facts.arch}: float32 heads of more than 128 do not fit in its shared memory"
+    return None
+
+
 def defaults_for(facts: DeviceFacts) -> Table:
     """The table's entry for a device, known or not: the nearest older relative's."""
     if facts.vendor == "interpreter":
         return DEFAULTS["interpreter"]
     if facts.vendor == "amd":
-        return DEFAULTS["gfx942" if facts.arch.startswith("gfx9") else "gfx1100"]
+        return DEFAULTS["gfx942"]
     capability = facts.capability
     if capability < 80:
         return DEFAULTS["sm_75"]

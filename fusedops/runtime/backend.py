@@ -150,6 +150,9 @@ def _bfloat16_reasons(index: int | None) -> list[str]:
     return []
 
 
+_bfloat16_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def use_triton(operator: str, reasons: list[str], device: torch.device) -> bool:
     """True when the kernels serve the call. A refusal on a GPU warns once with all reasons.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
-from fusedops.attention.tuning import DEFAULTS, PASSES, SPACE, AttentionProblem, default_config, prune
-from fusedops.runtime.device import INTERPRETER, TARGETS, DeviceFacts
+import fusedops
+from fusedops.attention.tuning import DEFAULTS, PASSES, SPACE, AttentionProblem, default_config, prune, too_small
+from fusedops.runtime.device import INTERPRETER, TARGETS, DeviceFacts, pretend
 
 UNKNOWN = [
     DeviceFacts("nvidia", "sm_87", "a small board", 16, 166912),
@@ -30,6 +32,8 @@ def problems():
 @pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")
 def test_every_problem_has_a_configuration_that_fits(facts):
     for problem in {*problems()}:
+        if too_small(facts, problem.block_dk, problem.block_dv, problem.itemsize):
+            continue
         config = default_config(problem, facts)
         assert config.shared_memory(problem, facts) <= facts.shared_memory, (problem, config)
         assert config.num_warps * facts.warp_size <= 1024
@@ -46,4 +50,31 @@ def test_the_tables_are_whole(arch):
 @pytest.mark.parametrize("facts", TARGETS.values(), ids=lambda f: f.arch)
 def test_the_space_holds_something_for_every_problem(facts):
     for problem in {*problems()}:
+        if too_small(facts, problem.block_dk, problem.block_dv, problem.itemsize):
+            continue
         assert any(prune(config, problem, facts) is None for config in SPACE), problem
+
+
+def test_what_a_device_is_too_small_for():
+    assert "registers" in too_small(TARGETS["gfx1100"], 64, 64, 2)
+    assert "shared memory" in too_small(TARGETS["sm_75"], 256, 256, 4)
+    assert too_small(TARGETS["sm_75"], 256, 256, 2) is None
+    assert too_small(TARGETS["gfx942"], 256, 256, 4) is None
+    assert too_small(INTERPRETER, 256, 256, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "reason"),
+    [
+        ("gfx1100", 64, "gfx1100: the backward does not fit in its registers"),
+        ("sm_75", 256, "sm_75: float32 heads of more than 128 do not fit in its shared memory"),
+        ("sm_75", 128, None),
+        ("sm_90", 256, None),
+    ],
+)
+@pytest.mark.interpreter
+def test_a_device_that_is_too_small_is_a_reason(arch, size, reason):
+    q = torch.empty(1, 1, 4, size)
+    with pretend(TARGETS[arch]):
+        explanation = fusedops.explain(fusedops.attention, q, q, q)
+    assert explanation.reasons == (() if reason is None else (reason,))

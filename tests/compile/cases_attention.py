@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from fusedops.attention.tuning import too_small
+from fusedops.runtime.device import TARGETS
 from tests.harness.compile import BFLOAT16_TARGETS, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -55,11 +57,18 @@ _TABLE = [
     ("padded_80_float16", 80, _FP16, _PADDED, _KINDS),
 ]
 
+
+def _targets(size: int, dtype: torch.dtype, targets: frozenset[str] | None) -> frozenset[str]:
+    """Those of ``targets`` (None: of all) that attention serves."""
+    served = {name for name, facts in TARGETS.items() if too_small(facts, size, size, dtype.itemsize) is None}
+    return frozenset(served & (targets or served))
+
+
 CASES = [
     Case(
         f"{name}_{'backward' if make is _backward else 'forward'}",
         lambda make=make, size=size, dtype=dtype, options=options: make(size, dtype, *options),
-        targets,
+        _targets(size, dtype, targets),
     )
     for name, size, dtype, options, targets in _TABLE
     for make in (_forward, _backward)
