@@ -42,6 +42,9 @@ _thread = _ThreadState()
 # torch.compile guards on plain globals, not on thread-local state: traced code reads this copy, so that a graph
 # compiled under ``backend("torch")`` is not reused outside it.
 _traced_mode: Backend = SETTINGS.backend
+# The contexts that are open in any thread, the newest last.
+_open: list[list[Backend]] = []
+_lock = threading.Lock()
 _warned: set[tuple[str, str]] = set()
 
 
@@ -72,17 +75,28 @@ class backend:  # noqa: N801 (a context manager, used like a function)
         if name not in BACKENDS:
             raise ValueError(f"name must be one of {', '.join(map(repr, BACKENDS))}; got {name!r}")
         self.name = name
-        self._before: list[tuple[Backend | None, Backend]] = []
+        self._before: list[tuple[Backend | None, list[Backend]]] = []
 
     def __enter__(self) -> backend:
-        global _traced_mode
-        self._before.append((_thread.forced, _traced_mode))
-        _thread.forced = _traced_mode = self.name
+        entry = [self.name]
+        self._before.append((_thread.forced, entry))
+        _thread.forced = self.name
+        with _lock:
+            _open.append(entry)
+            _update_traced_mode()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        global _traced_mode
-        _thread.forced, _traced_mode = self._before.pop()
+        _thread.forced, entry = self._before.pop()
+        with _lock:
+            # By identity: another thread may have opened a context of the same name meanwhile.
+            _open[:] = [other for other in _open if other is not entry]
+            _update_traced_mode()
+
+
+def _update_traced_mode() -> None:
+    global _traced_mode
+    _traced_mode = _open[-1][0] if _open else SETTINGS.backend
 
 
 def might_use_triton(device: torch.device) -> bool:

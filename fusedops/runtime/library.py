@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("fusedops", "DEF")  # lives as long as the process
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
+
+_HINT = 'Compute this part under `with fusedops.backend("torch"):`, which supports it.'
 
 
 def register(
@@ -49,6 +52,11 @@ def register(
 
 def _autograd_formula(function: type[torch.autograd.Function], op: Callable[..., Any]) -> Callable[..., Any]:
     def formula(*args: Any) -> Any:
+        # Below autograd a tangent would be dropped in silence.
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            raise RuntimeError(
+                f"fusedops {function.__name__}: the fused kernels have no forward-mode derivative. {_HINT}"
+            )
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return function.apply(*args)
         with below_autograd():
@@ -57,44 +65,24 @@ def _autograd_formula(function: type[torch.autograd.Function], op: Callable[...,
     return formula
 
 
-def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a Function's backward: a second derivative raises an error that names the way out.
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
-    Stricter than ``torch.autograd.function.once_differentiable``: that one lets a second derivative through in
-    silence (as zero) where grad_output itself requires no gradient, as in a gradient penalty on ``y.sum()``.
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a Function's backward: asking for a second derivative raises an error that names the way out.
+
+    It raises as soon as the gradient's own graph is asked for (``create_graph=True``). Stricter than
+    ``torch.autograd.function.once_differentiable``, whose barrier lets a second derivative through in silence, as zero,
+    where grad_output requires no gradient (a penalty on the gradient of ``y.sum()``) and where only the graph to
+    certain inputs is walked (``torch.autograd.functional.hessian``).
     """
 
     @functools.wraps(backward)
     def guarded(ctx: Any, *grads: Any) -> Any:
-        wanted = torch.is_grad_enabled()  # create_graph=True
-        with torch.no_grad():
-            result = backward(ctx, *grads)
-        if not wanted:
-            return result
-        results = result if isinstance(result, tuple) else (result,)
-        tensors = [r for r in results if isinstance(r, torch.Tensor)]
-        barred = iter(_NoSecondDerivative.apply(type(ctx).__name__.removesuffix("Backward"), *map(_leaf, tensors)))
-        results = tuple(next(barred) if isinstance(r, torch.Tensor) else r for r in results)
-        return results if isinstance(result, tuple) else results[0]
+        if torch.is_grad_enabled():
+            name = type(ctx).__name__.removesuffix("Backward")
+            raise RuntimeError(f"fusedops {name}: the fused kernels have no second derivative. {_HINT}")
+        return backward(ctx, *grads)
 
     return guarded
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_()
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Identity whose backward explains that fusedops' kernels have first derivatives only."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.name = name
-        return tuple(t.view_as(t) for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise RuntimeError(
-            f"fusedops {ctx.name}: the fused kernels have no second derivative. "
-            'Compute this part under `with fusedops.backend("torch"):`, which supports it.'
-        )

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import random
 from collections.abc import Iterator
 
 import pytest
 
 from fusedops.runtime.device import TARGETS
 from tests.harness.compile import ROOT, CompileWorker, all_cases
-from tests.harness.record import load
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -47,20 +45,6 @@ def test_compiles_within_the_targets_means(compiler, case, target):
         assert launch["shared"] <= limit, f"{name} wants {launch['shared']} bytes of shared memory of {limit}"
         if target not in MAY_SPILL:
             assert launch["spill_bytes"] == 0, f"{name} spills {launch['spill_bytes']} bytes a thread"
-
-
-RECORD = load()
-
-
-@pytest.mark.skipif(not RECORD, reason="no record of compiled kernels")
-@pytest.mark.parametrize("number", range(4))
-def test_the_record_tells_what_compiling_gives(compiler, number):
-    """A sample that changes with the record: compiled again, it comes to the figures that are recorded."""
-    case, target = random.Random(f"{sorted(RECORD)} {number}").choice([p.values for p in COMBINATIONS])
-    for fresh in compiler.compile(case, target, again=True):
-        recorded = RECORD.get(fresh["key"])
-        if recorded is not None:
-            assert {name: fresh[name] for name in recorded} == recorded
 
 
 def test_every_kernel_has_a_case(compiler):

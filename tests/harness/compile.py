@@ -75,15 +75,13 @@ class CompileWorker:
         self._process: subprocess.Popen[str] | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the worker)
 
-    def compile(self, case: str, target: str, again: bool = False) -> list[dict[str, Any]]:
+    def compile(self, case: str, target: str) -> list[dict[str, Any]]:
         """What each launch of a case compiles to: the fields of ``fusedops.inspection.offline.Compiled`` less asm.
-
-        A launch that ``tests/compile/record.jsonl`` holds is not compiled, unless ``again``.
 
         Raises:
             AssertionError: a kernel does not compile; the message is the compiler's, shortened.
         """
-        return self._ask({"case": case, "target": target, "compile": True, "again": again})
+        return self._ask({"case": case, "target": target, "compile": True})
 
     def kernels(self, case: str, target: str) -> list[str]:
         """Names of the kernels that a case launches; nothing is compiled."""
@@ -138,10 +136,8 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from fusedops.inspection.offline import capture_launches, compile_launch
-    from tests.harness.record import key_of, load
 
     cases = all_cases()
-    recorded = load()
     for line in sys.stdin:
         request = json.loads(line)
         target = request["target"]
@@ -150,11 +146,7 @@ def _serve() -> None:
             with capture_launches(target) as launches:
                 call()
             if request["compile"]:
-                result: list[Any] = []
-                for launch in launches:
-                    key = key_of(launch, target)
-                    known = None if request.get("again") else recorded.get(key)
-                    result.append({"key": key, **(known or _plain(compile_launch(launch, target)))})
+                result: list[Any] = [_plain(compile_launch(launch, target)) for launch in launches]
             else:
                 result = [launch.name for launch in launches]
             answer = {"result": result}

@@ -74,9 +74,18 @@ def test_no_gradient_keeps_no_graph(runner, norm):
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_second_derivative_names_the_way_out(kernel_runner, norm):
     x = randn(4, 24, device=kernel_runner.device, requires_grad=True)
-    (grad,) = torch.autograd.grad(norm.fused(x, (24,), None, None).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r'no second derivative.*fusedops\.backend\("torch"\)'):
-        grad.sum().backward()
+    message = r'no second derivative.*fusedops\.backend\("torch"\)'
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(norm.fused(x, (24,), None, None).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.functional.hessian(lambda z: norm.fused(z, (24,), None, None).square().sum(), x[0].detach())
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_forward_mode_names_the_way_out(kernel_runner, norm):
+    x = randn(4, 24, device=kernel_runner.device)
+    with pytest.raises(RuntimeError, match=r'no forward-mode derivative.*fusedops\.backend\("torch"\)'):
+        torch.func.jvp(lambda z: norm.fused(z, (24,), None, None), (x,), (torch.ones_like(x),))
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=str)

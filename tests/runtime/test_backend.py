@@ -96,3 +96,22 @@ def test_a_refusal_on_a_gpu_warns_once(monkeypatch):
         warnings.simplefilter("error")
         assert not module.use_triton("linear", ["one", "two"], device)
         assert not module.use_triton("linear", ["on the CPU"], torch.device("cpu"))
+
+
+def test_contexts_that_overlap_in_two_threads_leave_nothing_behind():
+    first, second = fusedops.backend("torch"), fusedops.backend("triton")
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with second:
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=other)
+    with first:
+        thread.start()
+        assert entered.wait(10)
+    left.set()
+    thread.join()
+    assert module._traced_mode == "auto"
+    assert module.backend_mode() == "auto"
