@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -105,6 +106,11 @@ class FusedChain(Fused):
     """A Linear and the activation after it are one call."""
 
 
+def _is_plain(x: Any) -> bool:
+    """A tensor that the operator takes; nested and sparse ones take the way they took before."""
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
+
+
 def run_chain(modules: list[Any], x: Any) -> Any:
     """Apply modules one after other, a fused Linear together with the activation after it."""
     last = len(modules) - 1
@@ -114,7 +120,7 @@ def run_chain(modules: list[Any], x: Any) -> Any:
         if skip:
             skip = False
             continue
-        if fuse and i < last and isinstance(module, FusedLinear):
+        if fuse and i < last and isinstance(module, FusedLinear) and _is_plain(x):
             follower = modules[i + 1]
             name = activation_name(follower)
             if name and not observed(module) and not observed(follower):
@@ -162,7 +168,11 @@ def linear_body(original: type[nn.Module]) -> Body | None:
 
 
 def is_sequential(kind: type[nn.Module]) -> bool:
-    return issubclass(kind, nn.Sequential) and kind.forward is nn.Sequential.forward
+    return (
+        issubclass(kind, nn.Sequential)
+        and kind.forward is nn.Sequential.forward
+        and kind.__iter__ is nn.Sequential.__iter__
+    )
 
 
 def is_conv1d(kind: type[nn.Module]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusedops.patching import check as checking
@@ -186,6 +187,8 @@ def _examine(function: str, model: nn.Module) -> _Plan:
             notes.append(
                 f"{path or 'the model'} is compiled: the module inside is patched, its next call compiles again"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # compiled already; its parts have no classes to swap
         for rule in RULES:
             for finding in rule.find(module):
                 where = ".".join(filter(None, (path, finding.path)))

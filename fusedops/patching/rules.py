@@ -60,6 +60,8 @@ class FusedLayerNorm(Fused):
     """Layer norm in one kernel."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        if input.is_nested or input.layout is not torch.strided:
+            return super().forward(input)  # type: ignore[misc]
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -67,6 +69,8 @@ class FusedRMSNorm(Fused):
     """RMS norm in one kernel."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.is_nested or x.layout is not torch.strided:
+            return super().forward(x)  # type: ignore[misc]
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
@@ -114,6 +118,8 @@ def _find_pairs(module: nn.Module) -> Iterator[Finding]:
             if not (issubclass(base, nn.Linear) or chains.is_conv1d(base)):
                 reasons = [f"{_full_name(base)} is neither nn.Linear nor transformers' Conv1D"]
             reasons += [reason.replace("it has", "the activation has") for reason in _hooks(activation)]
+            if not plainly_called(type(activation)):
+                reasons.append(f"{_full_name(type(activation))} changes how a module is called")
             function = chains.activation_name(activation)
             if not function:
                 reasons.append(f"fusedops.linear has no activation {type(activation).__name__}")
@@ -173,6 +179,8 @@ def _obstacles(module: nn.Module, base: type[nn.Module], *, hooks: bool = False)
         reasons.append(f"{_full_name(kind)} has a forward of its own")
     if "forward" in module.__dict__:
         reasons.append("its forward was replaced on the instance")
+    if not plainly_called(kind):
+        reasons.append(f"{_full_name(kind)} changes how a module is called")
     if hooks:
         reasons += _hooks(module)
     for name in ("weight", "bias"):
@@ -190,6 +198,11 @@ def _obstacles(module: nn.Module, base: type[nn.Module], *, hooks: bool = False)
         elif not value.is_floating_point():
             reasons.append(f"its {name} has dtype {str(value.dtype).removeprefix('torch.')}")
     return reasons
+
+
+def plainly_called(kind: type[nn.Module]) -> bool:
+    """Whether calling such a module runs its forward and hooks, and nothing else."""
+    return kind.__call__ is nn.Module.__call__ and kind._call_impl is nn.Module._call_impl
 
 
 def _hooks(module: nn.Module) -> list[str]:
