@@ -175,8 +175,20 @@ def test_an_op_that_cannot_launch_computes_the_definition(activation):
     x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 5), (4, 5), (4,)))
     op = torch.ops.fusedops.linear
     assert torch.autograd.gradcheck(lambda *t: op(*t, activation, False, False)[0], (x, weight, bias))
+
+
+def test_the_definition_chooses_its_dtypes_under_autocast_too(monkeypatch):
+    from fusedops.linear import autograd
+
+    monkeypatch.setattr(autograd, "can_launch", lambda tensor: False)
+    x, weight = (torch.randn(s, requires_grad=True) for s in ((3, 24), (12, 24)))
+    grad = torch.randn(3, 12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert op(x, weight, bias, activation, False, False)[0].dtype == torch.float64
+        y, _ = torch.ops.fusedops.linear(x, weight, None, "silu", False, False)
+        ours = (y, *torch.autograd.grad(y, (x, weight), grad))
+    z = torch.nn.functional.silu(x @ weight.t())
+    for a, b in zip(ours, (z, *torch.autograd.grad(z, (x, weight), grad)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 # TF32
