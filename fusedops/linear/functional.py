@@ -78,7 +78,8 @@ def linear(
 
     As :func:`torch.nn.functional.linear` followed by the activation, in one kernel: products are accumulated in
     float32, bias and activation are applied there, and the result is rounded once. The backward multiplies by the
-    activation's derivative and sums the bias's gradient on the way; it is deterministic.
+    activation's derivative inside its products, or in one pass before them where the estimate in tuning.py says that
+    this is cheaper; the bias's gradient is summed in the same pass. It is deterministic.
 
     Args:
         input: (..., in_features), any number of leading dimensions, none included; float32, float16 or bfloat16
