@@ -10,7 +10,7 @@ import torch
 from fusedops.attention import reference
 from fusedops.attention.arguments import Causal, check_attention, check_scaled_dot_product_attention
 from fusedops.attention.autograd import attention_op
-from fusedops.attention.tuning import too_small
+from fusedops.attention.tuning import WIDE, too_small
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.device import device_facts
 from fusedops.runtime.precision import autocast_dtype, tf32_allowed
@@ -29,9 +29,10 @@ def _unsupported(q: torch.Tensor, v: torch.Tensor) -> list[str]:
             reasons.append(f"head size {size} of {what}: the kernels take 1 to {_MAX_SIZE}")
     if not reasons:
         small, wide = _device_reasons(q.device.type, q.device.index)
-        if small is None and wide is not None and autocast_dtype(q) == torch.float32:
-            small = wide if q.shape[-1] > 128 and v.shape[-1] > 128 else None
-        reasons += [] if small is None else [small]
+        if small is not None:
+            reasons.append(small)
+        elif wide is not None and autocast_dtype(q) == torch.float32 and min(q.shape[-1], v.shape[-1]) > WIDE:
+            reasons.append(wide)
     return reasons
 
 

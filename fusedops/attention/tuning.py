@@ -123,9 +123,9 @@ C = AttentionConfig
 Table = dict[tuple[Pass, int, int], tuple[AttentionConfig, AttentionConfig]]
 
 # (kernel, bytes an element, head sizes up to) -> (block_m, block_n, num_warps, num_stages), first without a mask, then
-# with one. Starting points that compile without a spilled register (tests/compile); none has been timed yet. The 16-bit
-# forwards begin with the tiles of FlashAttention-2 (Dao 2023) and were made smaller, or given more warps, where the
-# compiler spilled. float32 products in full precision are not made by tensor cores: their sums take registers.
+# with one. Starting points, none of them timed yet; tests/compile says which rows are compiled for which target. The
+# 16-bit forwards begin with the tiles of FlashAttention-2 (Dao 2023) and were made smaller, or given more warps, where
+# the compiler spilled. float32 products in full precision are not made by tensor cores: their sums take registers.
 _FULL_PRECISION: Table = {
     ("forward", 4, 64): (C(64, 32, 8, 2), C(64, 32, 8, 2)),
     ("forward", 4, 128): (C(32, 16, 4, 2), C(32, 16, 4, 2)),
@@ -231,13 +231,17 @@ DEFAULTS: dict[str, Table] = {
 }
 
 
+# Heads beyond this are wide: in float32 their smallest tiles fill Turing's shared memory.
+WIDE = 128
+
+
 def too_small(facts: DeviceFacts, d: int, dv: int, itemsize: int) -> str | None:
     """Why no configuration suits heads of these sizes on a device; None: one does."""
     if facts.vendor == "amd" and not facts.arch.startswith("gfx9"):
         # Matrix operands are held twice in RDNA's registers: the smallest tiles of the backward spill (gfx1100, D 64).
         return f"{facts.arch}: the backward does not fit in its registers"
-    if facts.capability == 75 and itemsize == 4 and min(d, dv) > 128:
-        return f"{facts.arch}: float32 heads of more than 128 do not fit in its shared memory"
+    if facts.capability == 75 and itemsize == 4 and min(d, dv) > WIDE:
+        return f"{facts.arch}: float32 heads of more than {WIDE} do not fit in its shared memory"
     return None
 
 
@@ -259,7 +263,7 @@ def defaults_for(facts: DeviceFacts) -> Table:
 def default_config(problem: AttentionProblem, facts: DeviceFacts) -> AttentionConfig:
     """The table's configuration, made smaller until it suits the problem's lengths and fits in shared memory."""
     size = max(64, problem.block_dk, problem.block_dv)
-    config = defaults_for(facts)[problem.kernel, min(problem.itemsize, 4), size][problem.mask != "none"]
+    config = defaults_for(facts)[problem.kernel, problem.itemsize, size][problem.mask != "none"]
     config = replace(config, block_m=min(config.block_m, problem.rows), block_n=min(config.block_n, problem.keys))
     while config.shared_memory(problem, facts) > facts.shared_memory:
         smaller = _smaller(config)
