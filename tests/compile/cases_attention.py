@@ -55,6 +55,10 @@ _TABLE = [
     ("padded_64_bfloat16", 64, _BF16, _PADDED, _KINDS),
     ("biased_64_float16", 64, _FP16, _BIASED, _KINDS),
     ("padded_80_float16", 80, _FP16, _PADDED, _KINDS),
+    ("biased_256_float16", 256, _FP16, _BIASED, _KINDS),
+    ("causal_grouped_192_bfloat16", 192, _BF16, _CAUSAL_GROUPED, _KINDS),
+    ("biased_64_float32", 64, _FP32, _BIASED, _KINDS),
+    ("biased_128_float32", 128, _FP32, _BIASED, _KINDS),
 ]
 
 
