@@ -49,6 +49,9 @@ class Compiled:
         shared: bytes of shared memory (LDS) a program.
         num_warps: warps (wavefronts) a program, those that the compiler added included.
         seconds: that compiling took; about 0 where Triton's own cache had it.
+        parameters: names of the kernel's arguments that the compiled code takes, in its order. Left out: compile-time
+            constants, None, and integers that were 1 (Triton makes constants of them).
+        constants: value of every argument that was compiled in.
         asm: the compiler's stages by name: ``ttir``, ``ttgir``, ``ptx``, ``cubin``, ``amdgcn``, …
     """
 
@@ -58,6 +61,8 @@ class Compiled:
     spill_bytes: int
     shared: int
     num_warps: int
+    parameters: tuple[str, ...]
+    constants: Mapping[str, Any]
     seconds: float = field(compare=False)
     asm: Mapping[str, Any] = field(repr=False, compare=False)
 
@@ -73,7 +78,8 @@ def target_facts(target: str) -> DeviceFacts:
 def capture_launches(target: str) -> Iterator[list[Launch]]:
     """Within the context no kernel runs: each launch is appended to the list that is returned.
 
-    Launchers choose their configurations as if the tensors lay on ``target``. What they return is uninitialised.
+    Launchers choose their configurations as if the tensors lay on ``target``. What they return is uninitialised. The
+    public functions launch too, on CPU tensors, under ``fusedops.backend("triton")``.
 
     Args:
         target: a key of :data:`fusedops.runtime.device.TARGETS`.
@@ -83,11 +89,10 @@ def capture_launches(target: str) -> Iterator[list[Launch]]:
         RuntimeError: Triton is missing, or interprets kernels in this process.
 
     Example:
-        >>> import torch
+        >>> import torch, fusedops
         >>> from fusedops.inspection.offline import capture_launches, compile_launch
-        >>> from fusedops.norm.kernels_norm import norm_forward
-        >>> with capture_launches("sm_90") as launches:
-        ...     _ = norm_forward(torch.ones(4, 64), None, None, 1, 1e-5, 0.0, True, torch.float32)
+        >>> with fusedops.backend("triton"), capture_launches("sm_90") as launches:
+        ...     _ = fusedops.layer_norm(torch.ones(4, 64), 64)
         >>> compile_launch(launches[0], "sm_90").spill_bytes
         0
     """
@@ -138,6 +143,8 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         spill_bytes=resources.spill_bytes,
         shared=int(metadata.shared),
         num_warps=int(metadata.num_warps),
+        parameters=tuple(_parameters(kernel.src.signature)),
+        constants=_constants(kernel.src),
         seconds=seconds,
         asm=kernel.asm,
     )
@@ -154,6 +161,24 @@ def _resources(asm: Mapping[str, Any], facts: DeviceFacts) -> Resources:
     if facts.vendor == "amd":
         return amd_resources(asm["amdgcn"])
     return nvidia_resources(asm["cubin"], asm["ptx"], facts.capability)
+
+
+def _parameters(signature: Mapping[str, Any]) -> Iterator[str]:
+    """Names of what a signature passes at run time; a member of a tuple is named ``name[index]``."""
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            yield from _parameters({f"{name}[{index}]": member for index, member in enumerate(kind)})
+        elif kind != "constexpr":
+            yield name
+
+
+def _constants(source: Any) -> dict[str, Any]:
+    """What was compiled in, by name; Triton's source has it by path (argument, member, …)."""
+    names = list(source.signature)
+    return {
+        names[first] + "".join(f"[{index}]" for index in rest): value
+        for (first, *rest), value in source.constants.items()
+    }
 
 
 def _check_triton() -> None:

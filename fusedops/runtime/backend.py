@@ -137,7 +137,8 @@ def _device_reasons(kind: str, index: int | None) -> tuple[str, ...]:
     if not HAS_TRITON:
         reasons.append("Triton is not installed")
     if kind == "cpu":
-        if not SETTINGS.interpret:
+        # Offline compilation pretends that CPU tensors lie on a GPU; their launches are written down, not run.
+        if not SETTINGS.interpret and device_facts(torch.device(kind)).vendor == "interpreter":
             reasons.append("the tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly)")
     elif kind != "cuda":
         reasons.append(f"device type {kind!r}: the kernels run on CUDA and ROCm devices")

@@ -15,11 +15,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusedops.runtime.device import TARGETS
+
+if TYPE_CHECKING:
+    from fusedops.inspection.traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +71,30 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("fusedops-tests", appauthor=False))
 
 
+def compiling_environment() -> dict[str, str]:
+    """The environment of a process that compiles kernels: none that interprets them, and the cache that stays."""
+    left_out = ("TRITON_INTERPRET", "FUSEDOPS_BACKEND")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    return {**environment, "TRITON_CACHE_DIR": str(cache_folder() / "triton"), "OMP_NUM_THREADS": "1"}
+
+
+def run_script(module: str) -> Any:
+    """Run ``python -m module`` in a process that compiles kernels; what it prints, read as JSON."""
+    command = [sys.executable, "-m", module]
+    run = subprocess.run(command, cwd=ROOT, env=compiling_environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+@dataclass(frozen=True)
+class KernelTraffic:
+    """What one launch of a case loads and stores; ``constants`` are the kernel's compile-time arguments."""
+
+    name: str
+    constants: dict[str, Any]
+    traffic: Traffic
+
+
 class CompileWorker:
     """The process that compiles. It is started by the first request and again after it died."""
 
@@ -81,11 +108,24 @@ class CompileWorker:
         Raises:
             AssertionError: a kernel does not compile; the message is the compiler's, shortened.
         """
-        return self._ask({"case": case, "target": target, "compile": True})
+        return self._ask({"case": case, "target": target, "want": "resources"})
+
+    def traffic(self, case: str, target: str) -> list[KernelTraffic]:
+        """What each launch of a case loads from memory and stores there; errors as of :meth:`compile`."""
+        from fusedops.inspection.traffic import Access, Traffic
+
+        return [
+            KernelTraffic(
+                kernel["name"],
+                kernel["constants"],
+                Traffic(kernel["threads"], tuple(Access(**access) for access in kernel["accesses"])),
+            )
+            for kernel in self._ask({"case": case, "target": target, "want": "traffic"})
+        ]
 
     def kernels(self, case: str, target: str) -> list[str]:
         """Names of the kernels that a case launches; nothing is compiled."""
-        return self._ask({"case": case, "target": target, "compile": False})
+        return self._ask({"case": case, "target": target, "want": "names"})
 
     def close(self) -> None:
         if self._process is not None:
@@ -113,16 +153,12 @@ class CompileWorker:
         return answer["result"]
 
     def _start(self) -> subprocess.Popen[str]:
-        left_out = ("TRITON_INTERPRET", "FUSEDOPS_BACKEND")
-        environment = {name: value for name, value in os.environ.items() if name not in left_out}
-        environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
-        environment["OMP_NUM_THREADS"] = "1"
         self._errors.seek(0)
         self._errors.truncate()
         return subprocess.Popen(
             [sys.executable, "-m", "tests.harness.compile"],
             cwd=ROOT,
-            env=environment,
+            env=compiling_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -145,19 +181,26 @@ def _serve() -> None:
             call = cases[request["case"]].make()
             with capture_launches(target) as launches:
                 call()
-            if request["compile"]:
-                result: list[Any] = [_plain(compile_launch(launch, target)) for launch in launches]
+            if request["want"] == "names":
+                result: list[Any] = [launch.name for launch in launches]
             else:
-                result = [launch.name for launch in launches]
+                plain = _plain_traffic if request["want"] == "traffic" else _plain
+                result = [plain(compile_launch(launch, target)) for launch in launches]
             answer = {"result": result}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer, default=str), file=answers, flush=True)
 
 
 def _plain(compiled: Any) -> dict[str, Any]:
     names = ("name", "target", "registers", "spill_bytes", "shared", "num_warps", "seconds")
     return {name: getattr(compiled, name) for name in names}
+
+
+def _plain_traffic(compiled: Any) -> dict[str, Any]:
+    from fusedops.inspection.traffic import memory_traffic
+
+    return {"name": compiled.name, "constants": dict(compiled.constants), **asdict(memory_traffic(compiled))}
 
 
 if __name__ == "__main__":

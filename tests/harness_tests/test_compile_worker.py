@@ -32,5 +32,11 @@ def test_a_worker_answers_and_survives_errors(worker):
     assert launch["registers"] > 0
 
 
+def test_a_worker_tells_what_is_loaded_and_stored(worker):
+    (kernel,) = worker.traffic("norm/forward_one_row_4096_bfloat16", "sm_90")
+    assert kernel.constants["BLOCK_N"] == 4096
+    assert kernel.traffic.loaded("X") == kernel.traffic.stored("Y") == 2 * 4096 * kernel.constants["BLOCK_M"]
+
+
 def test_cases_are_named_by_their_family():
     assert "norm/forward_many_rows_a_program_64_float16" in all_cases()

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+import fusedops
+
 
 @triton.jit
 def simple_kernel(X, Y, n, BLOCK: tl.constexpr):
@@ -42,6 +44,20 @@ def wrong_kernel(X, Y, BLOCK: tl.constexpr):
     tl.store(Y + tl.arange(0, BLOCK), tl.load(X + tl.arange(0, 2 * BLOCK)))
 
 
+@triton.jit
+def unusual_kernel(PAIR, Y, stride, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    y = tl.load(PAIR[1] + at * stride)
+    if PAIR[0] is not None:
+        y += tl.load(PAIR[0] + at)
+    tl.store(Y + at, y)
+
+
+def norm_step() -> None:
+    x = torch.ones(4, 256, requires_grad=True)
+    fusedops.rms_norm(x, 256).backward(torch.ones(4, 256))
+
+
 def main() -> None:
     from fusedops.inspection import offline
     from fusedops.inspection.offline import CompilationError, capture_launches, compile_launch, compile_launches
@@ -69,6 +85,14 @@ def main() -> None:
     found["arch_after"] = device_facts(x.device).arch
     found["untouched"] = bool(y.eq(7).all())
     found["again"] = compile_launch(launches[0], "sm_90") == compile_launch(launches[0], "sm_90")
+    simple = compile_launch(launches[0], "sm_90")
+    found["parameters"], found["constants"] = simple.parameters, dict(simple.constants)
+    (unusual,) = compile_launches("sm_80", lambda: unusual_kernel[(1,)]((None, x), y, 1, BLOCK=128))
+    found["unusual parameters"], found["unusual constants"] = unusual.parameters, dict(unusual.constants)
+    with fusedops.backend("triton"), capture_launches("sm_90") as launches:
+        norm_step()
+    found["public"] = [launch.name for launch in launches]
+    found["public_after"] = fusedops.explain(fusedops.rms_norm, x, x.shape).backend
     for name, call in {
         "wrong": lambda: wrong_kernel[(1,)](x, y, BLOCK=64),
         "assembler": lambda: simple_kernel[(1,)](x, y, 1000, BLOCK=256, ptx_options="--no-such-option"),

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from fusedops.inspection.offline import capture_launches, target_facts
 from fusedops.inspection.resources import Resources, ToolError, amd_resources
-from tests.harness.compile import ROOT, cache_folder
+from tests.harness.compile import run_script
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
 def probes() -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FUSEDOPS_BACKEND")}
-    environment["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.inspection.probes"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    return run_script("tests.inspection.probes")
 
 
 @needs_triton
@@ -60,6 +50,25 @@ def test_a_captured_launch_does_not_run(probes):
     assert probes["grid"] == [4]
     assert probes["untouched"]
     assert probes["again"]
+
+
+@needs_triton
+def test_a_compiled_kernel_knows_its_arguments(probes):
+    assert probes["parameters"] == ["X", "Y", "n"]
+    assert probes["constants"] == {"BLOCK": 256}
+
+
+@needs_triton
+def test_an_argument_of_one_none_or_in_a_tuple_is_found_under_its_name(probes):
+    assert probes["unusual parameters"] == ["PAIR[1]", "Y"]
+    assert probes["unusual constants"] == {"PAIR[0]": None, "stride": 1, "BLOCK": 128}
+
+
+@needs_triton
+def test_public_functions_launch_while_launches_are_captured(probes):
+    assert "norm_forward_kernel" in probes["public"]
+    assert any("backward" in name for name in probes["public"])
+    assert probes["public_after"] == "torch"
 
 
 @needs_triton
