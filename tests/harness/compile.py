@@ -112,7 +112,8 @@ class CompileWorker:
 
     def traffic(self, case: str, target: str) -> list[KernelTraffic]:
         """What each launch of a case loads from memory and stores there; errors as of :meth:`compile`."""
-        from fusedops.inspection.traffic import Access, Traffic
+        from fusedops.inspection.accesses import Access
+        from fusedops.inspection.traffic import Traffic
 
         return [
             KernelTraffic(

@@ -72,7 +72,7 @@ def main() -> None:
         "misaligned": lambda: scale_kernel[(8,)](misaligned, single, half, 2048, 2048, BLOCK=2048),
         "looped": lambda: looped_kernel[(4,)](single, single, 4096, BLOCK=1024),
         "chosen": lambda: chosen_kernel[(1,)](indices, indices, indices, 8, BLOCK=128),
-        "adding": lambda: adding_kernel[(1,)](single, single, BLOCK=128),
+        "adding": lambda: adding_kernel[(1,)](single, single, BLOCK=1024),
         "product": lambda: product_kernel[(1,)](half, half, single, 256, BLOCK=64, num_stages=3),
     }
     found: dict[str, object] = {
