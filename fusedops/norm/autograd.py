@@ -10,141 +10,167 @@ from fusedops.norm import reference
 from fusedops.runtime.backend import can_launch
 from fusedops.runtime.library import below_autograd, first_order_only, register
 
-_Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Norm(torch.autograd.Function):
-    """Layer norm and RMS norm. Saves input, weight and the float32 statistics; never the output."""
+    """The norms, with dropout and a residual before them.
+
+    Saves what was normalised (the input, or the sum with the residual) and the float32 statistics. With ``recompute``
+    it saves the output instead, which whoever uses the output has mostly saved as well, and no mean.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         input: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
+        seed: torch.Tensor | None,
         dims: int,
         eps: float,
         weight_offset: float,
-        center: bool,
+        kind: str,
+        dropout_p: float,
         out_dtype: torch.dtype,
+        recompute: bool,
     ) -> _Outputs:
+        arguments = (dims, eps, weight_offset, kind, dropout_p)
         with below_autograd():
-            output, mean, rstd = norm_op(input, weight, bias, dims, eps, weight_offset, center, out_dtype)
-        ctx.save_for_backward(input, weight, mean, rstd)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.arguments = (dims, weight_offset, center)
-        ctx.mark_non_differentiable(mean, rstd)
+            output, residual_out, mean, rstd = norm_op(
+                input, residual, weight, bias, seed, *arguments, out_dtype, recompute
+            )
+        saved, saved_bias = input if residual is None else residual_out, None
+        if recompute:
+            saved, saved_bias = output, bias
+        if not any(ctx.needs_input_grad[:3]):
+            saved = None
+        ctx.save_for_backward(saved, weight, saved_bias, mean, rstd, seed)
+        ctx.dtypes = tuple(input.dtype if t is None else t.dtype for t in (input, residual, weight, bias))
+        ctx.arguments = (*arguments, recompute)
+        ctx.mark_non_differentiable(*(() if residual is not None else (residual_out,)), mean, rstd)
         ctx.set_materialize_grads(False)
-        return output, mean, rstd
+        return output, residual_out, mean, rstd
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad_output: torch.Tensor | None, *_: Any) -> Any:
-        rest = (None,) * 5
+    def backward(ctx: Any, grad_output: torch.Tensor | None, grad_residual: torch.Tensor | None, *_: Any) -> Any:
+        rest = (None,) * 8
         if grad_output is None:
-            return None, None, None, *rest
-        input, weight, mean, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
+            if grad_residual is None:
+                return None, None, None, None, *rest
+            grad_output = grad_residual.new_zeros(()).expand(grad_residual.shape)
+        saved, weight, bias, mean, rstd, seed = ctx.saved_tensors
+        dims, eps, weight_offset, kind, dropout_p, from_output = ctx.arguments
+        needs, dtypes = list(ctx.needs_input_grad[:4]), ctx.dtypes
+        # Without dropout input and residual have one gradient, which is then computed once.
+        shared = needs[0] and needs[1] and seed is None and dtypes[0] == dtypes[1]
+        needs[0] = needs[0] and not shared
         grads = norm_backward_op(
-            grad_output, input, weight, mean, rstd, *ctx.arguments, *needs, ctx.bias_dtype or rstd.dtype
-        )
-        return *(g if need else None for g, need in zip(grads, needs, strict=True)), *rest
+            grad_output, grad_residual, saved, weight, bias, mean, rstd, seed,
+            dims, eps, weight_offset, kind, dropout_p, from_output, needs, *dtypes,
+        )  # fmt: skip
+        dx, dresidual, dw, db = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+        return dresidual if shared else dx, dresidual, dw, db, *rest
 
 
 def _norm(
     input: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
     dims: int,
     eps: float,
     weight_offset: float,
-    center: bool,
+    kind: str,
+    dropout_p: float,
     out_dtype: torch.dtype,
+    recompute: bool,
 ) -> _Outputs:
     if can_launch(input):
-        from fusedops.norm.kernels_norm import norm_forward as forward
+        from fusedops.norm.kernels_forward import norm_forward as forward
     else:
         forward = reference.norm
-    return forward(input, weight, bias, dims, eps, weight_offset, center, out_dtype)
+    return forward(input, residual, weight, bias, seed, dims, eps, weight_offset, kind, dropout_p, out_dtype)
 
 
 def _norm_fake(
     input: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
     dims: int,
     eps: float,
     weight_offset: float,
-    center: bool,
+    kind: str,
+    dropout_p: float,
     out_dtype: torch.dtype,
+    recompute: bool,
 ) -> _Outputs:
-    statistics = torch.float64 if input.dtype == torch.float64 else torch.float32
+    statistics = reference.compute_dtype(input, residual)
     lead = input.shape[: input.dim() - dims]
-    mean = input.new_empty(lead if center else (0,), dtype=statistics)
-    return input.new_empty(input.shape, dtype=out_dtype), mean, input.new_empty(lead, dtype=statistics)
+    return (
+        input.new_empty(input.shape, dtype=out_dtype),
+        input.new_empty((0,) if residual is None else input.shape, dtype=reference.residual_dtype(input, residual)),
+        input.new_empty(lead if kind == "layer" else (0,), dtype=statistics),
+        input.new_empty(lead, dtype=statistics),
+    )
 
 
 def _norm_backward(
     grad_output: torch.Tensor,
-    input: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    saved: torch.Tensor | None,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
+    seed: torch.Tensor | None,
     dims: int,
+    eps: float,
     weight_offset: float,
-    center: bool,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
-    bias_dtype: torch.dtype,
+    kind: str,
+    dropout_p: float,
+    from_output: bool,
+    needs: list[bool],
+    *dtypes: torch.dtype,
 ) -> _Outputs:
-    needs = (need_input, need_weight, need_bias)
-    if can_launch(input):
-        from fusedops.norm.kernels_norm import norm_backward
-
-        return norm_backward(grad_output, input, weight, mean, rstd, dims, weight_offset, center, needs, bias_dtype)
-    grads = reference.norm_backward(grad_output, input, weight, mean, rstd, dims, weight_offset, center)
-    dtypes = (input.dtype, input.dtype if weight is None else weight.dtype, bias_dtype)
-    empty = input.new_empty(0)
-    dx, dw, db = (g.to(t) if need else empty.to(t) for g, need, t in zip(grads, needs, dtypes, strict=True))
-    return dx, dw, db
+    if can_launch(grad_output):
+        from fusedops.norm.kernels_backward import norm_backward as backward
+    else:
+        backward = reference.norm_backward
+    return backward(
+        grad_output, grad_residual, saved, weight, bias, mean, rstd, seed,
+        dims, eps, weight_offset, kind, dropout_p, from_output, tuple(needs), dtypes,
+    )  # fmt: skip
 
 
-def _norm_backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    dims: int,
-    weight_offset: float,
-    center: bool,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
-    bias_dtype: torch.dtype,
-) -> _Outputs:
-    shape = input.shape[input.dim() - dims :]
-    weight_dtype = input.dtype if weight is None else weight.dtype
-    return (
-        input.new_empty(input.shape if need_input else (0,)),
-        input.new_empty(shape if need_weight else (0,), dtype=weight_dtype),
-        input.new_empty(shape if need_bias else (0,), dtype=bias_dtype),
-    )
+def _norm_backward_fake(grad_output: torch.Tensor, *rest: Any) -> _Outputs:
+    dims, needs, dtypes = rest[7], rest[13], rest[14:]
+    shape = grad_output.shape
+    inner = shape[len(shape) - dims :]
+    sizes = zip((shape, shape, inner, inner), needs, dtypes, strict=True)
+    a, b, c, d = (grad_output.new_empty(size if need else (0,), dtype=dtype) for size, need, dtype in sizes)
+    return a, b, c, d
 
 
-# An unwanted gradient comes back as an empty tensor of shape (0,): a library op returns tensors only.
+# An output that does not apply, or an unwanted gradient, has shape (0,): a library op returns tensors only.
 norm_op = register(
-    "norm(Tensor input, Tensor? weight, Tensor? bias, int dims, float eps, float weight_offset, bool center,"
-    " ScalarType out_dtype) -> (Tensor output, Tensor mean, Tensor rstd)",
+    "norm(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, int dims, float eps,"
+    " float weight_offset, str kind, float dropout_p, ScalarType out_dtype, bool recompute)"
+    " -> (Tensor output, Tensor residual_out, Tensor mean, Tensor rstd)",
     kernel=_norm,
     fake=_norm_fake,
     function=Norm,
 )
 norm_backward_op = register(
-    "norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor rstd, int dims,"
-    " float weight_offset, bool center, bool need_input, bool need_weight, bool need_bias, ScalarType bias_dtype)"
-    " -> (Tensor, Tensor, Tensor)",
+    "norm_backward(Tensor grad_output, Tensor? grad_residual, Tensor? saved, Tensor? weight, Tensor? bias,"
+    " Tensor mean, Tensor rstd, Tensor? seed, int dims, float eps, float weight_offset, str kind, float dropout_p,"
+    " bool from_output, bool[] needs, ScalarType input_dtype, ScalarType residual_dtype, ScalarType weight_dtype,"
+    " ScalarType bias_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     kernel=_norm_backward,
     fake=_norm_backward_fake,
 )

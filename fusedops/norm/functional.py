@@ -9,7 +9,16 @@ import torch
 from fusedops.norm import reference
 from fusedops.norm.autograd import norm_op
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
-from fusedops.runtime.checks import check_number, check_same_device, check_tensor, wrong_type, wrong_value
+from fusedops.runtime.checks import (
+    check_dtype,
+    check_number,
+    check_probability,
+    check_same_device,
+    check_tensor,
+    wrong_type,
+    wrong_value,
+)
+from fusedops.runtime.dropout import draw_seed
 
 # torch's default for rms_norm: the machine epsilon of the dtype that the statistics are computed in.
 _EPS = {torch.float64: torch.finfo(torch.float64).eps}
@@ -49,28 +58,101 @@ def _check_parameter(
     check_same_device(function, argument, value, "input", input)
 
 
-def _check_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):  # type: ignore[no-untyped-def]
+def _check_options(function: str, out_dtype: torch.dtype | None, recompute: bool) -> None:
+    if out_dtype is not None:
+        check_dtype(function, "out_dtype", out_dtype)
+    if recompute is not False and recompute is not True:
+        wrong_type(function, "recompute", "a bool", recompute)
+
+
+def _check_residual(function: str, input: torch.Tensor, residual: torch.Tensor, dropout_p: float) -> None:
+    check_tensor(function, "residual", residual)
+    if residual.shape != input.shape:
+        wrong_value(function, "residual", f"of input's shape {tuple(input.shape)}", residual)
+    check_same_device(function, "residual", residual, "input", input)
+    check_probability(function, "dropout_p", dropout_p)
+
+
+def _check_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, out_dtype=None, recompute=False):  # type: ignore[no-untyped-def]
     shape = _check_shape("layer_norm", input, normalized_shape)
     _check_parameter("layer_norm", "weight", weight, shape, input)
     _check_parameter("layer_norm", "bias", bias, shape, input)
     check_number("layer_norm", "eps", eps)
+    _check_options("layer_norm", out_dtype, recompute)
     return shape
 
 
-def _check_rms_norm(input, normalized_shape, weight=None, eps=None, *, weight_offset=0.0):  # type: ignore[no-untyped-def]
+def _check_rms_norm(  # type: ignore[no-untyped-def]
+    input, normalized_shape, weight=None, eps=None, *, weight_offset=0.0, out_dtype=None, recompute=False
+):
     shape = _check_shape("rms_norm", input, normalized_shape)
     _check_parameter("rms_norm", "weight", weight, shape, input)
     if eps is not None:
         check_number("rms_norm", "eps", eps)
     check_number("rms_norm", "weight_offset", weight_offset)
+    _check_options("rms_norm", out_dtype, recompute)
     return shape
 
 
-def unsupported(
-    input: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> list[str]:
+def _check_add_layer_norm(  # type: ignore[no-untyped-def]
+    input,
+    residual,
+    normalized_shape,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    *,
+    dropout_p=0.0,
+    out_dtype=None,
+    recompute=False,
+):
+    function = "add_layer_norm"
+    shape = _check_shape(function, input, normalized_shape)
+    _check_residual(function, input, residual, dropout_p)
+    _check_parameter(function, "weight", weight, shape, input)
+    _check_parameter(function, "bias", bias, shape, input)
+    check_number(function, "eps", eps)
+    _check_options(function, out_dtype, recompute)
+    return shape
+
+
+def _check_add_rms_norm(  # type: ignore[no-untyped-def]
+    input,
+    residual,
+    normalized_shape,
+    weight=None,
+    eps=None,
+    *,
+    weight_offset=0.0,
+    dropout_p=0.0,
+    out_dtype=None,
+    recompute=False,
+):
+    function = "add_rms_norm"
+    shape = _check_shape(function, input, normalized_shape)
+    _check_residual(function, input, residual, dropout_p)
+    _check_parameter(function, "weight", weight, shape, input)
+    if eps is not None:
+        check_number(function, "eps", eps)
+    check_number(function, "weight_offset", weight_offset)
+    _check_options(function, out_dtype, recompute)
+    return shape
+
+
+def _check_l2_norm(input, dim=-1, eps=1e-12, *, out_dtype=None):  # type: ignore[no-untyped-def]
+    check_tensor("l2_norm", "input", input)
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        wrong_type("l2_norm", "dim", "an int", dim)
+    if not -input.dim() <= dim < input.dim():
+        wrong_value("l2_norm", "dim", f"a dimension of input {tuple(input.shape)}", dim)
+    check_number("l2_norm", "eps", eps)
+    _check_options("l2_norm", out_dtype, False)
+    return dim % input.dim()
+
+
+def unsupported(input: torch.Tensor, shape: tuple[int, ...], *others: torch.Tensor | torch.dtype | None) -> list[str]:
     """Every reason why the norm kernels cannot take these arguments."""
-    dtypes = (input.dtype, *(p.dtype for p in (weight, bias) if p is not None))
+    dtypes = (input.dtype, *(o if isinstance(o, torch.dtype) else o.dtype for o in others if o is not None))
     reasons = device_reasons(input.device, dtypes)
     width = 1
     for size in shape:
@@ -80,14 +162,29 @@ def unsupported(
     return reasons
 
 
-def _layer_norm_reasons(input, normalized_shape, weight=None, bias=None, eps=1e-5):  # type: ignore[no-untyped-def]
-    shape = _check_layer_norm(input, normalized_shape, weight, bias, eps)
-    return input.device, unsupported(input, shape, weight, bias)
+def _layer_norm_reasons(input, normalized_shape, weight=None, bias=None, eps=1e-5, **options):  # type: ignore[no-untyped-def]
+    shape = _check_layer_norm(input, normalized_shape, weight, bias, eps, **options)
+    return input.device, unsupported(input, shape, weight, bias, options.get("out_dtype"))
 
 
-def _rms_norm_reasons(input, normalized_shape, weight=None, eps=None, *, weight_offset=0.0):  # type: ignore[no-untyped-def]
-    shape = _check_rms_norm(input, normalized_shape, weight, eps, weight_offset=weight_offset)
-    return input.device, unsupported(input, shape, weight, None)
+def _rms_norm_reasons(input, normalized_shape, weight=None, eps=None, **options):  # type: ignore[no-untyped-def]
+    shape = _check_rms_norm(input, normalized_shape, weight, eps, **options)
+    return input.device, unsupported(input, shape, weight, options.get("out_dtype"))
+
+
+def _add_layer_norm_reasons(input, residual, normalized_shape, weight=None, bias=None, eps=1e-5, **options):  # type: ignore[no-untyped-def]
+    shape = _check_add_layer_norm(input, residual, normalized_shape, weight, bias, eps, **options)
+    return input.device, unsupported(input, shape, residual, weight, bias, options.get("out_dtype"))
+
+
+def _add_rms_norm_reasons(input, residual, normalized_shape, weight=None, eps=None, **options):  # type: ignore[no-untyped-def]
+    shape = _check_add_rms_norm(input, residual, normalized_shape, weight, eps, **options)
+    return input.device, unsupported(input, shape, residual, weight, options.get("out_dtype"))
+
+
+def _l2_norm_reasons(input, dim=-1, eps=1e-12, *, out_dtype=None):  # type: ignore[no-untyped-def]
+    dim = _check_l2_norm(input, dim, eps, out_dtype=out_dtype)
+    return input.device, unsupported(input, (input.shape[dim],), out_dtype)
 
 
 @explainable(_layer_norm_reasons)
@@ -97,6 +194,9 @@ def layer_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """Layer normalisation over the last dimensions, as :func:`torch.nn.functional.layer_norm`.
 
@@ -110,9 +210,14 @@ def layer_norm(
         weight: (*normalized_shape) or None (ones). Any floating dtype, float32 beside a 16-bit input too.
         bias: (*normalized_shape) or None (zeros). Any floating dtype.
         eps: added to the variance.
+        out_dtype: dtype of the result. None: that of ``input`` (float32 under autocast on a GPU, as torch's).
+        recompute: keep the output for the backward instead of the input, and compute the normalised input from it:
+            nothing but one number a row where the output is kept anyway, as by a linear layer that reads it. A weight
+            that is zero somewhere makes its gradients NaN, and a weight far smaller than its bias makes them coarse.
+            The kernels' backward only: the torch backend keeps what torch keeps.
 
     Returns:
-        Shape and dtype of ``input`` (float32 under autocast on a GPU, as torch's).
+        Shape of ``input``, dtype as above.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
@@ -122,13 +227,13 @@ def layer_norm(
         >>> fusedops.layer_norm(torch.tensor([[1.0, 3.0]]), 2).round(decimals=3)
         tensor([[-1.,  1.]])
     """
-    shape = _check_layer_norm(input, normalized_shape, weight, bias, eps)
+    shape = _check_layer_norm(input, normalized_shape, weight, bias, eps, out_dtype=out_dtype, recompute=recompute)
     if might_use_triton(input.device) and use_triton(
-        "layer_norm", unsupported(input, shape, weight, bias), input.device
+        "layer_norm", unsupported(input, shape, weight, bias, out_dtype), input.device
     ):
-        dtype = reference.output_dtype(input)
-        return norm_op(input, weight, bias, len(shape), float(eps), 0.0, True, dtype)[0]
-    return reference.torch_norm(input, shape, weight, bias, eps, 0.0, True)
+        dtype = out_dtype or reference.output_dtype(input)
+        return norm_op(input, None, weight, bias, None, len(shape), float(eps), 0.0, "layer", 0.0, dtype, recompute)[0]
+    return reference.torch_norm(input, shape, weight, bias, eps, 0.0, "layer", out_dtype)
 
 
 @explainable(_rms_norm_reasons)
@@ -139,11 +244,14 @@ def rms_norm(
     eps: float | None = None,
     *,
     weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """Root-mean-square normalisation over the last dimensions, as :func:`torch.nn.functional.rms_norm`.
 
     ``y = x / sqrt(mean(x²) + eps) * (weight + weight_offset)`` (Zhang, Sennrich 2019, "Root Mean Square Layer
-    Normalization", equation 4). Statistics in float32; the backward is deterministic.
+    Normalization", equation 4). Statistics in float32; the backward is deterministic. Heads of queries or keys, a
+    (batch, heads, sequence, head size) view of a projection, are normalised where they lie, without a copy.
 
     Args:
         input: (*, *normalized_shape); float32, float16 or bfloat16 (float64 on the torch backend), any strides.
@@ -152,9 +260,11 @@ def rms_norm(
         eps: added to the mean square. None: the machine epsilon of float32 (of float64 for a float64 input).
         weight_offset: added to the weight before it multiplies; 1.0 for Gemma's models. Without a weight it has no
             effect.
+        out_dtype: dtype of the result. None: that of ``input`` (float32 under autocast on a GPU, as torch's).
+        recompute: as for :func:`layer_norm`.
 
     Returns:
-        Shape and dtype of ``input`` (float32 under autocast on a GPU, as torch's).
+        Shape of ``input``, dtype as above.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
@@ -164,10 +274,173 @@ def rms_norm(
         >>> fusedops.rms_norm(torch.tensor([[3.0, 4.0]]), 2).round(decimals=3)
         tensor([[0.8490, 1.1310]])
     """
-    shape = _check_rms_norm(input, normalized_shape, weight, eps, weight_offset=weight_offset)
+    shape = _check_rms_norm(
+        input, normalized_shape, weight, eps, weight_offset=weight_offset, out_dtype=out_dtype, recompute=recompute
+    )
     if eps is None:
         eps = _EPS.get(input.dtype, _EPS_FLOAT32)
-    if might_use_triton(input.device) and use_triton("rms_norm", unsupported(input, shape, weight, None), input.device):
-        dtype = reference.output_dtype(input)
-        return norm_op(input, weight, None, len(shape), float(eps), float(weight_offset), False, dtype)[0]
-    return reference.torch_norm(input, shape, weight, None, eps, weight_offset, False)
+    if might_use_triton(input.device) and use_triton(
+        "rms_norm", unsupported(input, shape, weight, out_dtype), input.device
+    ):
+        dtype = out_dtype or reference.output_dtype(input)
+        return norm_op(
+            input, None, weight, None, None, len(shape), float(eps), float(weight_offset), "rms", 0.0, dtype, recompute
+        )[0]
+    return reference.torch_norm(input, shape, weight, None, eps, weight_offset, "rms", out_dtype)
+
+
+@explainable(_add_layer_norm_reasons)
+def add_layer_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    recompute: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout, residual sum and layer normalisation in one pass over memory.
+
+    ``residual_out = dropout(input) + residual`` and ``output = layer_norm(residual_out)``: what a transformer block
+    does between two sublayers. The gradients of both results are honoured, and come back in one pass as well.
+
+    Args:
+        input: (*, *normalized_shape), what the sublayer gave; float32, float16 or bfloat16 (float64 on the torch
+            backend), any strides.
+        residual: shape of ``input``, the stream it is added to. Any floating dtype: a float32 stream beside 16-bit
+            layers stays float32.
+        normalized_shape, weight, bias, eps, recompute: as for :func:`layer_norm`.
+        dropout_p: probability that an element of ``input`` is dropped; the others are divided by ``1 - dropout_p``.
+            Drawn from torch's generator of the device, and drawn again rather than stored for the backward. Always
+            applied: pass 0 for evaluation.
+        out_dtype: dtype of ``output``. None: that of ``input`` (float32 under autocast on a GPU).
+
+    Returns:
+        output: shape of ``input``, dtype as above.
+        residual_out: shape of ``input``; the dtype of ``input + residual``. ``output`` is the norm of exactly this.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
+
+    Example:
+        >>> import torch, fusedops
+        >>> output, stream = fusedops.add_layer_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 2.0]]), 2)
+        >>> output.round(decimals=3), stream
+        (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
+    """
+    shape = _check_add_layer_norm(
+        input, residual, normalized_shape, weight, bias, eps,
+        dropout_p=dropout_p, out_dtype=out_dtype, recompute=recompute,
+    )  # fmt: skip
+    if might_use_triton(input.device) and use_triton(
+        "add_layer_norm", unsupported(input, shape, residual, weight, bias, out_dtype), input.device
+    ):
+        dtype = out_dtype or reference.output_dtype(input)
+        seed = draw_seed(input) if dropout_p else None
+        return norm_op(
+            input, residual, weight, bias, seed, len(shape), float(eps), 0.0, "layer", float(dropout_p), dtype,
+            recompute,
+        )[:2]  # fmt: skip
+    return reference.torch_add_norm(
+        input, residual, shape, weight, bias, eps, 0.0, "layer", float(dropout_p), out_dtype
+    )
+
+
+@explainable(_add_rms_norm_reasons)
+def add_rms_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    dropout_p: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    recompute: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout, residual sum and root-mean-square normalisation in one pass over memory.
+
+    ``residual_out = dropout(input) + residual`` and ``output = rms_norm(residual_out)``, as :func:`add_layer_norm`.
+
+    Args:
+        input, residual, dropout_p, out_dtype, recompute: as for :func:`add_layer_norm`.
+        normalized_shape, weight, weight_offset: as for :func:`rms_norm`.
+        eps: added to the mean square. None: the machine epsilon of float32 (of float64 for float64 tensors).
+
+    Returns:
+        output: shape of ``input``; dtype of ``input``, or ``out_dtype``.
+        residual_out: shape of ``input``; the dtype of ``input + residual``. ``output`` is the norm of exactly this.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
+
+    Example:
+        >>> import torch, fusedops
+        >>> output, stream = fusedops.add_rms_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]), 2)
+        >>> output.round(decimals=3), stream
+        (tensor([[0.8490, 1.1310]]), tensor([[3., 4.]]))
+    """
+    shape = _check_add_rms_norm(
+        input, residual, normalized_shape, weight, eps,
+        weight_offset=weight_offset, dropout_p=dropout_p, out_dtype=out_dtype, recompute=recompute,
+    )  # fmt: skip
+    if eps is None:
+        eps = _EPS.get(reference.residual_dtype(input, residual), _EPS_FLOAT32)
+    if might_use_triton(input.device) and use_triton(
+        "add_rms_norm", unsupported(input, shape, residual, weight, out_dtype), input.device
+    ):
+        dtype = out_dtype or reference.output_dtype(input)
+        seed = draw_seed(input) if dropout_p else None
+        return norm_op(
+            input, residual, weight, None, seed, len(shape), float(eps), float(weight_offset), "rms",
+            float(dropout_p), dtype, recompute,
+        )[:2]  # fmt: skip
+    return reference.torch_add_norm(
+        input, residual, shape, weight, None, eps, weight_offset, "rms", float(dropout_p), out_dtype
+    )
+
+
+@explainable(_l2_norm_reasons)
+def l2_norm(
+    input: torch.Tensor, dim: int = -1, eps: float = 1e-12, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Vectors of Euclidean length one: ``x / max(‖x‖₂, eps)``, as :func:`torch.nn.functional.normalize`.
+
+    Norms are summed in float32. With the last dimension, any view that has unit stride there, such as the heads of
+    queries and keys, is read where it lies.
+
+    Args:
+        input: any shape of at least one dimension; float32, float16 or bfloat16 (float64 on the torch backend), any
+            strides.
+        dim: the dimension that holds the vectors.
+        eps: the least length that is divided by. A shorter vector is divided by ``eps``.
+        out_dtype: dtype of the result. None: that of ``input``.
+
+    Returns:
+        Shape of ``input``, dtype as above.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or value; the message names it.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.l2_norm(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+    """
+    dim = _check_l2_norm(input, dim, eps, out_dtype=out_dtype)
+    if might_use_triton(input.device) and use_triton(
+        "l2_norm", unsupported(input, (input.shape[dim],), out_dtype), input.device
+    ):
+        dtype = out_dtype or input.dtype
+        rows = input.movedim(dim, -1)
+        output = norm_op(rows, None, None, None, None, 1, float(eps), 0.0, "l2", 0.0, dtype, False)[0]
+        return output.movedim(-1, dim)
+    if out_dtype is None or out_dtype == input.dtype:
+        return torch.nn.functional.normalize(input, 2.0, dim, eps)
+    return reference.torch_norm(
+        input.movedim(dim, -1), (input.shape[dim],), None, None, eps, 0.0, "l2", out_dtype
+    ).movedim(-1, dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fusedops.runtime.device import DeviceFacts
 from fusedops.runtime.launch import next_power_of_2
@@ -14,13 +15,17 @@ class NormProblem:
 
     Attributes:
         width: elements a row.
-        itemsize: bytes of an input element.
-        backward: the gradient kernel rather than the forward.
+        itemsize: bytes of an element of the widest tensor that is read.
+        direction: the forward, or the gradient.
+        dropout: random numbers are drawn.
+        sums: how many sums over rows the gradient makes: 0, 1 (weight or bias) or 2 (both).
     """
 
     width: int
     itemsize: int
-    backward: bool
+    direction: Literal["forward", "backward"]
+    dropout: bool = False
+    sums: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class NormConfig:
     num_warps: warps a program.
     programs_per_multiprocessor: programs that share the rows of a backward, each with one partial sum of the
         weight's gradient.
+    num_stages: steps of a backward's program whose loads are in flight.
     """
 
     block_m: int
@@ -39,22 +45,34 @@ class NormConfig:
     looped: bool
     num_warps: int
     programs_per_multiprocessor: int = 1
+    num_stages: int = 1
 
 
-# Elements of float32 that one program holds at once before it walks a row in blocks. Forward: x alone. Backward:
-# x, dy, weight and two sums live together.
-_HELD_FORWARD = 16384
+# A row of up to this many bytes is held by one program of the forward: it is read once.
+_HELD_BYTES = 65536
+# A backward holds two rows, and a float32 sum a column for each of the gradients of weight and bias: at 16 warps of 128
+# registers, all that a multiprocessor has, there is room for this many elements and the arithmetic's intermediates.
 _HELD_BACKWARD = 8192
-_LOOP_BLOCK = 4096
+# Wider rows are walked in blocks, of which a program of the backward takes two rows at once.
+_LOOP_BLOCK = {"forward": 4096, "backward": 1024}
+_LOOP_ROWS = {"forward": 1, "backward": 2}
 
 SPACE = tuple(
-    NormConfig(block_m, block_n, looped, num_warps, programs)
+    NormConfig(block_m, block_n, looped, num_warps, programs, num_stages)
     for block_m in (1, 2, 4, 8, 16)
-    for block_n in (64, 256, 1024, 2048, 4096, 8192, 16384)
+    for block_n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
     for looped in (False, True)
-    for num_warps in (1, 2, 4, 8, 16)
+    for num_warps in (1, 2, 4, 8, 16, 32)
     for programs in (1, 2, 4)
+    for num_stages in (1, 2, 3)
 )
+
+
+def held(problem: NormProblem) -> int:
+    """The widest row, in elements, that one program holds."""
+    if problem.direction == "forward":
+        return min(_HELD_BYTES // problem.itemsize, 16384 if problem.dropout else 32768)
+    return _HELD_BACKWARD
 
 
 def prune(config: NormConfig, problem: NormProblem, facts: DeviceFacts) -> str | None:
@@ -65,23 +83,39 @@ def prune(config: NormConfig, problem: NormProblem, facts: DeviceFacts) -> str |
         return "more than half of the block is padding"
     if config.num_warps * facts.warp_size > 1024:
         return "more than 1024 threads a program"
-    held = _HELD_BACKWARD if problem.backward else _HELD_FORWARD
-    if config.block_m * config.block_n > held:
-        return f"more than {held} elements held in registers"
+    if config.block_m * config.block_n > held(problem):
+        return f"more than {held(problem)} elements held in registers"
+    if problem.direction == "forward":
+        if config.looped and config.block_m > 1:
+            return "a row is walked alone"
+        if config.num_stages > 1 or config.programs_per_multiprocessor > 1:
+            return "a forward's programs take one step"
     return None
 
 
 def default_config(problem: NormProblem, facts: DeviceFacts) -> NormConfig:
-    """A configuration that always fits, derived from the width alone."""
-    held = _HELD_BACKWARD if problem.backward else _HELD_FORWARD
+    """A configuration that always fits, derived from the width alone. None of its numbers has been timed."""
+    direction, backward = problem.direction, problem.direction == "backward"
     block_n = max(16, next_power_of_2(problem.width))
-    looped = block_n > held
-    if looped:
-        block_n = _LOOP_BLOCK
+    if block_n > held(problem):
+        # The interpreter's cost is an operation's, whatever the block.
+        block_n = 8192 if facts.vendor == "interpreter" else _LOOP_BLOCK[direction]
+        return NormConfig(_LOOP_ROWS[direction], block_n, True, 8, 4 if backward else 1)
     # Short rows share a program until it has 1024 elements; past that each thread has enough loads in flight.
     block_m = max(1, min(16, 1024 // block_n))
-    per_thread = 8 if problem.backward else 16
-    limit = 1024 // facts.warp_size if problem.backward or block_n < held else 512 // facts.warp_size
-    num_warps = min(max(1, next_power_of_2(block_m * block_n // (facts.warp_size * per_thread))), limit, 16)
-    programs = 4 if num_warps <= 4 else 2 if num_warps <= 8 else 1
-    return NormConfig(block_m, block_n, looped, num_warps, programs)
+    per_thread = 8 if backward else 16
+    num_warps = next_power_of_2(block_m * block_n // (facts.warp_size * per_thread))
+    num_warps = min(max(1, num_warps), 16, 1024 // facts.warp_size)
+    if not backward:
+        return NormConfig(block_m, block_n, False, num_warps)
+    # From 8192 elements one program fills a multiprocessor: the next row's loads must be under way meanwhile.
+    alone = block_n >= _HELD_BACKWARD
+    programs = 4 if num_warps <= 4 else 1 if alone else 2
+    return NormConfig(
+        block_m,
+        block_n,
+        False,
+        num_warps,
+        programs,
+        2 if alone and problem.itemsize == 2 and not problem.dropout else 1,
+    )

@@ -54,3 +54,18 @@ def check_number(function: str, argument: str, value: Any) -> None:
     elif isinstance(value, numbers.Real):
         return
     wrong_type(function, argument, "a number", value)
+
+
+def check_probability(function: str, argument: str, value: Any) -> None:
+    """A number from 0 to 1."""
+    check_number(function, argument, value)
+    if not 0.0 <= value <= 1.0:
+        wrong_value(function, argument, "a probability from 0 to 1", value)
+
+
+def check_dtype(function: str, argument: str, value: Any) -> None:
+    """float32, float16, bfloat16 or float64."""
+    if not isinstance(value, torch.dtype):
+        wrong_type(function, argument, "a torch.dtype", value)
+    if value not in _FLOATING:
+        wrong_value(function, argument, "a floating dtype (float32, float16, bfloat16 or float64)", value)

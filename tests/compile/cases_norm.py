@@ -8,58 +8,102 @@ import torch
 
 from tests.harness.compile import BFLOAT16_TARGETS, Case
 
-EVERY = (True, True, True)
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def _forward(width: int, dtype: torch.dtype, *, center: bool = True, affine: bool = True) -> Callable[[], object]:
-    from fusedops.norm.kernels_norm import norm_forward
+def _arguments(
+    width: int, dtype: torch.dtype, affine: bool, residual: torch.dtype | None, dropout: bool, heads: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float]:
+    x = torch.empty(2, 8, 64, width, dtype=dtype)
+    if heads:  # the heads of a packed projection of query, key and value
+        x = torch.empty(2, 64, 3, 8, width, dtype=dtype)[:, :, 0].transpose(1, 2)
+    return (
+        x,
+        None if residual is None else torch.empty(x.shape, dtype=residual),
+        torch.empty(width, dtype=dtype) if affine else None,
+        torch.zeros(1, dtype=torch.int64) if dropout else None,
+        0.1 if dropout else 0.0,
+    )
 
-    x = torch.empty(3, width, dtype=dtype)
-    weight = torch.empty(width, dtype=dtype) if affine else None
-    bias = weight if center else None
-    return lambda: norm_forward(x, weight, bias, 1, 1e-5, 0.0, center, dtype)
+
+def _forward(
+    width: int,
+    dtype: torch.dtype,
+    *,
+    kind: str = "layer",
+    affine: bool = True,
+    residual: torch.dtype | None = None,
+    dropout: bool = False,
+    heads: bool = False,
+) -> Callable[[], object]:
+    from fusedops.norm.kernels_forward import norm_forward
+
+    x, r, weight, seed, p = _arguments(width, dtype, affine, residual, dropout, heads)
+    bias = weight if kind == "layer" else None
+    return lambda: norm_forward(x, r, weight, bias, seed, 1, 1e-5, 0.0, kind, p, dtype)
 
 
 def _backward(
     width: int,
     dtype: torch.dtype,
     *,
-    center: bool = True,
+    kind: str = "layer",
     affine: bool = True,
-    needs: tuple[bool, bool, bool] = EVERY,
+    residual: torch.dtype | None = None,
+    dropout: bool = False,
+    heads: bool = False,
+    recompute: bool = False,
 ) -> Callable[[], object]:
-    from fusedops.norm.kernels_norm import norm_backward
+    from fusedops.norm.kernels_backward import norm_backward
 
-    x = torch.empty(3, width, dtype=dtype)
-    weight = torch.empty(width, dtype=dtype) if affine else None
-    mean, rstd = torch.empty(3), torch.empty(3)
-    return lambda: norm_backward(x, x, weight, mean, rstd, 1, 0.0, center, needs, dtype)
+    x, r, weight, seed, p = _arguments(width, dtype, affine, residual, dropout, heads)
+    saved = x if residual is None or recompute else r
+    statistics = torch.empty(x.shape[:-1])
+    needs = (residual is None or dropout or residual != dtype, residual is not None, affine, affine and kind == "layer")
+    dtypes = (dtype, residual or dtype, dtype, dtype)
+    return lambda: norm_backward(
+        x, r, saved, weight, weight, statistics, statistics, seed, 1, 1e-5, 0.0, kind, p, recompute, needs, dtypes
+    )
 
 
 def _cases() -> list[Case]:
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    rms_needs = (True, True, False)
+    rms, plain = {"kind": "rms"}, {"affine": False}
     forward = [
-        ("many_rows_a_program", 64, fp16, {}),
-        ("one_row", 4096, bf16, {}),
-        ("rms_norm", 8192, bf16, {"center": False}),
-        ("widest_held_row", 16384, fp32, {}),
-        ("looped", 65536, bf16, {}),
-        ("looped_rms_norm_without_weight", 65536, fp32, {"center": False, "affine": False}),
+        ("many_rows_a_program", 64, _FP16, {}),
+        ("heads_where_they_lie", 128, _BF16, {**rms, "heads": True}),
+        ("l2_norm_of_heads", 64, _FP16, {**plain, "kind": "l2", "heads": True}),
+        ("one_row", 4096, _BF16, {}),
+        ("add_rms_norm", 4096, _BF16, {**rms, "residual": _BF16}),
+        ("add_to_a_float32_stream", 8192, _BF16, {"residual": _FP32}),
+        ("rms_norm", 8192, _BF16, rms),
+        ("widest_row_with_dropout", 16384, _FP16, {"residual": _FP16, "dropout": True}),
+        ("widest_held_row", 16384, _FP32, {}),
+        ("widest_held_row", 32768, _FP16, {"residual": _FP16}),
+        ("looped", 65536, _BF16, {}),
+        ("looped_with_dropout", 65536, _FP16, {"residual": _FP16, "dropout": True}),
+        ("looped_rms_norm_without_weight", 262144, _FP32, {**rms, **plain}),
     ]
     backward = [
-        ("many_rows_a_program", 64, fp16, {}),
-        ("one_row", 1024, bf16, {}),
-        ("rms_norm", 4096, bf16, {"center": False, "needs": rms_needs}),
-        ("widest_held_row", 8192, fp32, {}),
-        ("looped", 16384, bf16, {}),
-        ("looped_rms_norm_without_weight", 65536, fp32, {"center": False, "affine": False, "needs": rms_needs}),
+        ("many_rows_a_program", 64, _FP16, {}),
+        ("heads_where_they_lie", 128, _BF16, {**rms, "heads": True}),
+        ("l2_norm_of_heads", 64, _FP16, {**plain, "kind": "l2", "heads": True}),
+        ("one_row", 1024, _BF16, {}),
+        ("rms_norm", 4096, _BF16, rms),
+        ("add_rms_norm", 4096, _BF16, {**rms, "residual": _BF16}),
+        ("from_the_output", 4096, _FP16, {"recompute": True}),
+        ("widest_held_row", 8192, _FP32, {}),
+        ("widest_held_row", 8192, _FP16, {"residual": _FP16, "dropout": True}),
+        ("add_to_a_float32_stream", 8192, _BF16, {"residual": _FP32}),
+        ("from_the_output", 8192, _FP16, {"recompute": True}),
+        ("looped", 16384, _BF16, {}),
+        ("looped_with_dropout", 16384, _FP16, {"residual": _FP16, "dropout": True, "recompute": True}),
+        ("looped_rms_norm_without_weight", 65536, _FP32, {**rms, **plain}),
     ]
     return [
         Case(
             f"{direction}_{name}_{width}_{str(dtype).removeprefix('torch.')}",
             lambda call=call, width=width, dtype=dtype, options=options: call(width, dtype, **options),
-            BFLOAT16_TARGETS if dtype == bf16 else None,
+            BFLOAT16_TARGETS if dtype == _BF16 else None,
         )
         for direction, call, table in (("forward", _forward, forward), ("backward", _backward, backward))
         for name, width, dtype, options in table

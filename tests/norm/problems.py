@@ -40,7 +40,8 @@ class Norm:
     def exact(self, x, shape, weight, bias, eps=1e-5, offset=0.0):
         """The definition in float64."""
         x, weight, bias = (t if t is None else t.double() for t in (x, weight, bias))
-        return reference.norm(x, weight, bias, len(shape), eps, offset, self.center, torch.float64)[0]
+        kind = "layer" if self.center else "rms"
+        return reference.norm(x, None, weight, bias, None, len(shape), eps, offset, kind, 0.0, torch.float64)[0]
 
 
 NORMS = [Norm(True), Norm(False)]

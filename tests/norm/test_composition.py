@@ -17,13 +17,16 @@ def test_opcheck(kernel_runner, center, affine):
     x = randn(3, 4, 24, device=kernel_runner.device, layout="transposed", requires_grad=True)
     weight = randn(24, device=kernel_runner.device, requires_grad=True) if affine else None
     bias = randn(24, device=kernel_runner.device, requires_grad=True) if affine and center else None
+    kind = "layer" if center else "rms"
     op = torch.ops.fusedops.norm.default
-    torch.library.opcheck(op, (x, weight, bias, 1, 1e-5, 0.0, center, torch.float32))
+    arguments = (1, 1e-5, 0.0, kind, 0.0, torch.float32, False)
+    torch.library.opcheck(op, (x, None, weight, bias, None, *arguments))
     x, weight, bias = (t if t is None else t.detach() for t in (x, weight, bias))
-    _, mean, rstd = op(x, weight, bias, 1, 1e-5, 0.0, center, torch.float32)
+    _, _, mean, rstd = op(x, None, weight, bias, None, *arguments)
+    needs, dtypes = [True, False, affine, bias is not None], [torch.float32] * 4
     torch.library.opcheck(
         torch.ops.fusedops.norm_backward.default,
-        (torch.randn_like(x), x, weight, mean, rstd, 1, 0.0, center, True, affine, bias is not None, torch.float32),
+        (torch.randn_like(x), None, x, weight, bias, mean, rstd, None, 1, 1e-5, 0.0, kind, 0.0, False, needs, *dtypes),
     )
 
 

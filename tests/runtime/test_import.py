@@ -41,7 +41,9 @@ x = torch.randn(2, 8, requires_grad=True)
 y = fusedops.layer_norm(x, 8)
 y.sum().backward()
 assert torch.equal(y, torch.nn.functional.layer_norm(x, (8,)))
-y, mean, rstd = torch.ops.fusedops.norm(x.detach(), None, None, 1, 1e-5, 0.0, True, torch.float32)
+y, _, mean, rstd = torch.ops.fusedops.norm(
+    x.detach(), None, None, None, None, 1, 1e-5, 0.0, "layer", 0.0, torch.float32, False
+)
 torch.testing.assert_close(y, torch.nn.functional.layer_norm(x.detach(), (8,)))
 print(*fusedops.explain(fusedops.layer_norm, x, 8).reasons, sep="|")
 """

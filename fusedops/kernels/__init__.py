@@ -1,0 +1,1 @@
+"""Device functions that several operator families share. Each module here imports Triton: import them lazily."""
