@@ -3,7 +3,7 @@
 from fusedops import nn
 from fusedops.attention.functional import attention, scaled_dot_product_attention
 from fusedops.linear.functional import linear
-from fusedops.norm.functional import add_layer_norm, add_rms_norm, l2_norm, layer_norm, rms_norm
+from fusedops.norm.functional import add_layer_norm, add_rms_norm, group_norm, l2_norm, layer_norm, rms_norm
 from fusedops.patching import PatchError, PatchReport, patch, patched, plan, unpatch
 from fusedops.runtime.backend import BackendError, FallbackWarning, backend, explain
 
@@ -19,6 +19,7 @@ __all__ = [
     "attention",
     "backend",
     "explain",
+    "group_norm",
     "l2_norm",
     "layer_norm",
     "linear",

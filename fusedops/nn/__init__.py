@@ -4,6 +4,6 @@ Each is a subclass of the torch.nn module of its name, so that a checkpoint of t
 that asks ``isinstance`` treats them alike.
 """
 
-from fusedops.nn.modules import LayerNorm, Linear, RMSNorm
+from fusedops.nn.modules import GroupNorm, LayerNorm, Linear, RMSNorm
 
-__all__ = ["LayerNorm", "Linear", "RMSNorm"]
+__all__ = ["GroupNorm", "LayerNorm", "Linear", "RMSNorm"]

@@ -8,7 +8,7 @@ import torch
 
 from fusedops.linear.activations import check_activation
 from fusedops.linear.functional import linear
-from fusedops.norm.functional import layer_norm, rms_norm
+from fusedops.norm.functional import group_norm, layer_norm, rms_norm
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -54,6 +54,29 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class GroupNorm(torch.nn.GroupNorm):
+    """:class:`torch.nn.GroupNorm` whose forward is :func:`fusedops.group_norm`.
+
+    Args:
+        num_groups: into how many groups the channels are divided.
+        num_channels: the input's second size.
+        eps: added to the variance.
+        affine: with a weight, initially ones, and a bias, initially zeros, one element a channel.
+        device, dtype: of the parameters.
+
+    Shapes, dtypes and errors as of :func:`fusedops.group_norm`.
+
+    Example:
+        >>> import torch, fusedops
+        >>> norm = fusedops.nn.GroupNorm(2, 8)
+        >>> norm(torch.randn(2, 8, 5, 5)).shape
+        torch.Size([2, 8, 5, 5])
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 class Linear(torch.nn.Linear):

@@ -1,4 +1,4 @@
-"""The norm family's operators (``torch.ops.fusedops.norm``, ``norm_backward``) and their autograd Function."""
+"""The norm family's operators (``torch.ops.fusedops.norm``, ``group_norm``, …) and their autograd Functions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from fusedops.norm import reference
+from fusedops.norm.channels import empty_like
 from fusedops.runtime.backend import can_launch
 from fusedops.runtime.library import below_autograd, first_order_only, register
 
+_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -157,6 +159,111 @@ def _norm_backward_fake(grad_output: torch.Tensor, *rest: Any) -> _Outputs:
     return a, b, c, d
 
 
+class GroupNorm(torch.autograd.Function):
+    """Group norm. Saves input, weight and the float32 statistics; never the output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        num_groups: int,
+        eps: float,
+        out_dtype: torch.dtype,
+    ) -> _Three:
+        with below_autograd():
+            output, mean, rstd = group_norm_op(input, weight, bias, num_groups, eps, out_dtype)
+        ctx.save_for_backward(input if any(ctx.needs_input_grad[:2]) else None, weight, mean, rstd)
+        ctx.num_groups = num_groups
+        ctx.bias_dtype = input.dtype if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+        return output, mean, rstd
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad_output: torch.Tensor | None, *_: Any) -> Any:
+        rest = (None,) * 3
+        if grad_output is None:
+            return None, None, None, *rest
+        needs = ctx.needs_input_grad[:3]
+        grads = group_norm_backward_op(grad_output, *ctx.saved_tensors, ctx.num_groups, needs, ctx.bias_dtype)
+        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *rest
+
+
+def _group_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    eps: float,
+    out_dtype: torch.dtype,
+) -> _Three:
+    if can_launch(input):
+        from fusedops.norm.kernels_group import group_norm_forward
+
+        return group_norm_forward(input, weight, bias, num_groups, eps, out_dtype)
+    output, mean, rstd = reference.group_norm(input, weight, bias, num_groups, eps, out_dtype)
+    return empty_like(input, out_dtype).copy_(output), mean, rstd
+
+
+def _group_norm_fake(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    eps: float,
+    out_dtype: torch.dtype,
+) -> _Three:
+    shape, dtype = (input.shape[0], num_groups), reference.compute_dtype(input, None)
+    return empty_like(input, out_dtype), input.new_empty(shape, dtype=dtype), input.new_empty(shape, dtype=dtype)
+
+
+def _group_norm_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    num_groups: int,
+    needs: list[bool],
+    bias_dtype: torch.dtype,
+) -> _Three:
+    if input is None:  # the gradient of the bias does not depend on it
+        input = grad_output
+    if can_launch(grad_output):
+        from fusedops.norm.kernels_group_backward import group_norm_backward
+
+        dx, dw, db = needs
+        return group_norm_backward(grad_output, input, weight, mean, rstd, num_groups, (dx, dw, db), bias_dtype)
+    results = _group_norm_backward_fake(grad_output, input, weight, mean, rstd, num_groups, needs, bias_dtype)
+    grads = reference.group_norm_backward(grad_output, input, weight, mean, rstd, num_groups)
+    for result, grad, need in zip(results, grads, needs, strict=True):
+        if need:
+            result.copy_(grad)
+    return results
+
+
+def _group_norm_backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    num_groups: int,
+    needs: list[bool],
+    bias_dtype: torch.dtype,
+) -> _Three:
+    x = grad_output if input is None else input
+    need_dx, need_dw, need_db = needs
+    return (
+        empty_like(x, x.dtype) if need_dx else x.new_empty(0),
+        x.new_empty(x.shape[1] if need_dw else 0, dtype=(x if weight is None else weight).dtype),
+        x.new_empty(x.shape[1] if need_db else 0, dtype=bias_dtype),
+    )
+
+
 # An output that does not apply, or an unwanted gradient, has shape (0,): a library op returns tensors only.
 norm_op = register(
     "norm(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? seed, int dims, float eps,"
@@ -173,4 +280,17 @@ norm_backward_op = register(
     " ScalarType bias_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     kernel=_norm_backward,
     fake=_norm_backward_fake,
+)
+group_norm_op = register(
+    "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, ScalarType out_dtype)"
+    " -> (Tensor output, Tensor mean, Tensor rstd)",
+    kernel=_group_norm,
+    fake=_group_norm_fake,
+    function=GroupNorm,
+)
+group_norm_backward_op = register(
+    "group_norm_backward(Tensor grad_output, Tensor? input, Tensor? weight, Tensor mean, Tensor rstd, int num_groups,"
+    " bool[] needs, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)",
+    kernel=_group_norm_backward,
+    fake=_group_norm_backward_fake,
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 
 import torch
 
 from fusedops.norm import reference
-from fusedops.norm.autograd import norm_op
+from fusedops.norm.autograd import group_norm_op, norm_op
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import (
     check_dtype,
@@ -150,6 +152,26 @@ def _check_l2_norm(input, dim=-1, eps=1e-12, *, out_dtype=None):  # type: ignore
     return dim % input.dim()
 
 
+def _check_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, out_dtype=None):  # type: ignore[no-untyped-def]
+    function = "group_norm"
+    check_tensor(function, "input", input)
+    if input.dim() < 2:
+        wrong_value(function, "input", "of shape (N, C, *), at least two dimensions", input)
+    channels = input.shape[1]
+    if not isinstance(num_groups, (int, torch.SymInt, numbers.Integral)) or isinstance(num_groups, bool):
+        wrong_type(function, "num_groups", "an int", num_groups)
+    if num_groups < 1 or channels % num_groups:
+        wrong_value(function, "num_groups", f"a positive divisor of input's {channels} channels", num_groups)
+    for argument, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            check_tensor(function, argument, value)
+            if value.shape != (channels,):
+                wrong_value(function, argument, f"of shape ({channels},), one element a channel of input", value)
+            check_same_device(function, argument, value, "input", input)
+    check_number(function, "eps", eps)
+    _check_options(function, out_dtype, False)
+
+
 def unsupported(input: torch.Tensor, shape: tuple[int, ...], *others: torch.Tensor | torch.dtype | None) -> list[str]:
     """Every reason why the norm kernels cannot take these arguments."""
     dtypes = (input.dtype, *(o if isinstance(o, torch.dtype) else o.dtype for o in others if o is not None))
@@ -185,6 +207,22 @@ def _add_rms_norm_reasons(input, residual, normalized_shape, weight=None, eps=No
 def _l2_norm_reasons(input, dim=-1, eps=1e-12, *, out_dtype=None):  # type: ignore[no-untyped-def]
     dim = _check_l2_norm(input, dim, eps, out_dtype=out_dtype)
     return input.device, unsupported(input, (input.shape[dim],), out_dtype)
+
+
+def _group_unsupported(input: torch.Tensor, num_groups: int, *others: torch.Tensor | torch.dtype | None) -> list[str]:
+    """Every reason why the group norm kernels cannot take these arguments."""
+    reasons = unsupported(input, (), *others)
+    for size, what in ((input.shape[1], "channels"), (math.prod(input.shape[2:]), "positions a channel")):
+        if size > _MAX_WIDTH:
+            reasons.append(f"input has {size} {what}: the kernels take up to {_MAX_WIDTH}")
+    if input.shape[0] * num_groups > _MAX_WIDTH:
+        reasons.append(f"{input.shape[0]} times {num_groups} groups: the kernels take up to {_MAX_WIDTH} in all")
+    return reasons
+
+
+def _group_norm_reasons(input, num_groups, weight=None, bias=None, eps=1e-5, *, out_dtype=None):  # type: ignore[no-untyped-def]
+    _check_group_norm(input, num_groups, weight, bias, eps, out_dtype=out_dtype)
+    return input.device, _group_unsupported(input, num_groups, weight, bias, out_dtype)
 
 
 @explainable(_layer_norm_reasons)
@@ -444,3 +482,50 @@ def l2_norm(
     return reference.torch_norm(
         input.movedim(dim, -1), (input.shape[dim],), None, None, eps, 0.0, "l2", out_dtype
     ).movedim(-1, dim)
+
+
+@explainable(_group_norm_reasons)
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Group normalisation over groups of channels, as :func:`torch.nn.functional.group_norm`.
+
+    ``y = (x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance over the C / num_groups channels
+    of a group and all positions (Wu, He 2018, "Group Normalization", equations 1, 2, 6 and 7). Statistics in float32,
+    centred before they are squared; the backward is deterministic. Contiguous and channels_last memory is read where
+    it lies, and the result and the gradient of ``input`` keep that memory format.
+
+    Args:
+        input: (N, C, *), any number of trailing dimensions, none included; float32, float16 or bfloat16 (float64 on
+            the torch backend), any strides (copied where the trailing dimensions cannot be viewed as one).
+        num_groups: into how many groups of successive channels C is divided, without a remainder. 1: over all
+            channels; C: each channel by itself (instance norm).
+        weight: (C,) or None (ones). Any floating dtype, float32 beside a 16-bit input too.
+        bias: (C,) or None (zeros). Any floating dtype.
+        eps: added to the variance.
+        out_dtype: dtype of the result. None: that of ``input`` (float32 under autocast on a GPU, as torch's).
+
+    Returns:
+        Shape of ``input``, dtype as above. A group of one element gives the bias, where torch's function raises.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, value or device; the message names it.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.group_norm(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), 2).round(decimals=3)
+        tensor([[-1.,  1., -1.,  1.]])
+    """
+    _check_group_norm(input, num_groups, weight, bias, eps, out_dtype=out_dtype)
+    if might_use_triton(input.device) and use_triton(
+        "group_norm", _group_unsupported(input, num_groups, weight, bias, out_dtype), input.device
+    ):
+        dtype = out_dtype or reference.output_dtype(input)
+        return group_norm_op(input, weight, bias, int(num_groups), float(eps), dtype)[0]
+    return reference.torch_group_norm(input, int(num_groups), weight, bias, float(eps), out_dtype)

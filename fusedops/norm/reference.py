@@ -154,12 +154,7 @@ def torch_norm(
     if out_dtype is None or out_dtype == input.dtype:
         if kind == "layer":
             # torch.layer_norm is what F.layer_norm calls, without the cost of its wrapper.
-            # torch takes parameters of the input's dtype; on the CPU float32 ones beside a 16-bit input too.
-            dtype = input.dtype
-            if (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
-                return torch.layer_norm(input, normalized_shape, weight, bias, eps)
-            mixed = input.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16)
-            if mixed and all(p is None or p.dtype == torch.float32 for p in (weight, bias)):
+            if _torch_takes(input, weight, bias):
                 return torch.layer_norm(input, normalized_shape, weight, bias, eps)
         elif kind == "rms" and weight_offset == 0.0 and (weight is None or weight.dtype == input.dtype):
             return torch.rms_norm(input, normalized_shape, weight, eps)
@@ -207,3 +202,97 @@ def output_dtype(input: torch.Tensor) -> torch.dtype:
 def _matrix_shape(input: torch.Tensor, dims: int) -> tuple[int, int]:
     width = math.prod(input.shape[input.dim() - dims :])
     return math.prod(input.shape[: input.dim() - dims]), width
+
+
+def group_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    eps: float,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Group norm (Wu, He 2018, equations 1, 2, 6 and 7), with its statistics.
+
+    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)²) + eps)``, the means over the
+    channels of a group and all positions.
+
+    Args:
+        input: (N, C, *), any floating dtype. Computed in float32, or float64 for a float64 input.
+        weight, bias: (C,), any floating dtype, or None.
+        num_groups: a divisor of C.
+
+    Returns:
+        output: shape of ``input``, ``out_dtype``.
+        mean, rstd: (N, num_groups).
+    """
+    compute = compute_dtype(input, None)
+    x = input.to(compute).unflatten(1, (num_groups, input.shape[1] // num_groups))
+    over = tuple(range(2, x.dim()))
+    mean = x.mean(over, keepdim=True)
+    x = x - mean
+    rstd = torch.rsqrt(x.square().mean(over, keepdim=True) + eps)
+    y = (x * rstd).flatten(1, 2)
+    if weight is not None:
+        y = y * _by_channel(weight.to(compute), y)
+    if bias is not None:
+        y = y + _by_channel(bias.to(compute), y)
+    return y.to(out_dtype), mean.flatten(1), rstd.flatten(1)
+
+
+def group_norm_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    num_groups: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of :func:`group_norm` with respect to input, weight and bias, in the compute dtype.
+
+    With ``x̂ = (x - mean) * rstd`` and ``g = dy * weight``: ``dx = rstd * (g - x̂ * mean(g * x̂) - mean(g))``, the means
+    as in the forward; ``dweight = Σ dy * x̂`` and ``dbias = Σ dy`` over batch and positions.
+    """
+    compute = rstd.dtype
+    groups = (num_groups, input.shape[1] // num_groups)
+    x = input.to(compute).unflatten(1, groups)
+    over = tuple(range(2, x.dim()))
+    shape = (*rstd.shape, *(1,) * len(over))
+    xhat = (x - mean.view(shape)) * rstd.view(shape)
+    dy = grad_output.to(compute)
+    g = (dy if weight is None else dy * _by_channel(weight.to(compute), dy)).unflatten(1, groups)
+    dx = rstd.view(shape) * (g - xhat * (g * xhat).mean(over, keepdim=True) - g.mean(over, keepdim=True))
+    but_channels = (0, *range(2, dy.dim()))
+    return dx.flatten(1, 2), (dy * xhat.flatten(1, 2)).sum(but_channels), dy.sum(but_channels)
+
+
+def torch_group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """The torch backend: torch's own operator wherever it means the same, else :func:`group_norm`."""
+    # torch's gradients of weight and bias are NaN, not 0, without positions; that of a bias without a weight raises.
+    right = input.numel() > 0 and (bias is None or weight is not None)
+    if out_dtype in (None, input.dtype) and right and _torch_takes(input, weight, bias):
+        return torch.group_norm(input, num_groups, weight, bias, eps)
+    return group_norm(input, weight, bias, num_groups, eps, out_dtype or output_dtype(input))[0]
+
+
+def _by_channel(parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return parameter.view(-1, *(1,) * (like.dim() - 2))
+
+
+def _torch_takes(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether torch's layer_norm and group_norm take parameters of these dtypes.
+
+    They take the input's dtype; on the CPU float32 beside a 16-bit input too.
+    """
+    dtype = input.dtype
+    if (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
+        return True
+    mixed = input.device.type == "cpu" and dtype in (torch.float16, torch.bfloat16)
+    return mixed and all(p is None or p.dtype == torch.float32 for p in (weight, bias))

@@ -119,3 +119,108 @@ def default_config(problem: NormProblem, facts: DeviceFacts) -> NormConfig:
         programs,
         2 if alone and problem.itemsize == 2 and not problem.dropout else 1,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNormProblem:
+    """What a group norm kernel's configuration depends on. The batch is a run-time value and is not part of it.
+
+    Attributes:
+        channels: channels a group.
+        spatial: positions a channel, rounded up to a power of two.
+        channels_last: channels, rather than positions, lie side by side in memory.
+        itemsize: bytes of an input element.
+        direction: the forward, or the gradient.
+    """
+
+    channels: int
+    spatial: int
+    channels_last: bool
+    itemsize: int
+    direction: Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNormConfig:
+    """Attributes:
+    block_n: members of the batch that a program takes at once (1 where a group has many elements).
+    block_c, block_s: channels and positions a tile; at least those of a group when ``looped`` is False.
+    looped: a group is walked in tiles instead of being held in registers.
+    num_warps: warps a program.
+    programs_per_multiprocessor: how many programs a multiprocessor gets before groups stop being divided among
+        several; in a backward each holds one partial sum of the parameters' gradients.
+    num_stages: tiles of the first of a looped group's two walks whose loads are in flight.
+    """
+
+    block_n: int
+    block_c: int
+    block_s: int
+    looped: bool
+    num_warps: int
+    programs_per_multiprocessor: int = 2
+    num_stages: int = 1
+
+
+# A group of up to this many bytes is held by one program of the forward; its backward holds x and dy of this many
+# elements. Both count a tile padded to powers of two.
+_GROUP_HELD_BYTES = 65536
+_GROUP_HELD_BACKWARD = 8192
+_GROUP_LOOP_TILE = 4096
+# Channels a tile where positions lie side by side: their sums stay in registers in the backward.
+_GROUP_LOOP_CHANNELS = 64
+
+GROUP_SPACE = tuple(
+    GroupNormConfig(block_n, block_c, block_s, looped, num_warps, programs, num_stages)
+    for block_n in (1, 4, 16, 32)
+    for block_c in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+    for block_s in (1, 16, 64, 256, 1024, 4096)
+    for looped in (False, True)
+    for num_warps in (1, 2, 4, 8, 16)
+    for programs in (1, 2, 4)
+    for num_stages in (1, 2, 3)
+)
+
+
+def group_held(problem: GroupNormProblem) -> int:
+    """The largest group that one program holds, in elements of a tile padded to powers of two."""
+    return _GROUP_HELD_BYTES // problem.itemsize if problem.direction == "forward" else _GROUP_HELD_BACKWARD
+
+
+def prune_group(config: GroupNormConfig, problem: GroupNormProblem, facts: DeviceFacts) -> str | None:
+    """Why the configuration cannot or should not serve the problem on this device; None: it can."""
+    elements = config.block_n * config.block_c * config.block_s
+    if not config.looped and (config.block_c < problem.channels or config.block_s < problem.spatial):
+        return "the tile is smaller than the group"
+    if config.looped and config.block_n > 1:
+        return "a group is walked alone"
+    if not config.looped and config.num_stages > 1:
+        return "a group that is held is loaded at once"
+    if config.block_c >= 2 * problem.channels or config.block_s >= 2 * problem.spatial:
+        return "more than half of the tile is padding"
+    if config.num_warps * facts.warp_size > 1024:
+        return "more than 1024 threads a program"
+    if elements > group_held(problem):
+        return f"more than {group_held(problem)} elements held in registers"
+    return None
+
+
+def default_group_config(problem: GroupNormProblem, facts: DeviceFacts) -> GroupNormConfig:
+    """A configuration that always fits, derived from the size of a group and its layout."""
+    block_c, block_s = next_power_of_2(problem.channels), problem.spatial
+    looped = block_c * block_s > group_held(problem)
+    if looped and problem.channels_last:
+        block_c = min(block_c, _GROUP_LOOP_TILE)
+        block_s = _GROUP_LOOP_TILE // block_c
+    elif looped:
+        block_c = min(block_c, max(_GROUP_LOOP_CHANNELS, _GROUP_LOOP_TILE // block_s))
+        block_s = _GROUP_LOOP_TILE // block_c
+    # Small groups share a program until it has 1024 elements; past that each thread has enough loads in flight.
+    elements = block_c * block_s
+    block_n = 1 if looped else max(1, min(32, 1024 // elements))
+    per_thread = 16 if problem.direction == "forward" else 8
+    num_warps = next_power_of_2(block_n * elements // (facts.warp_size * per_thread))
+    num_warps = min(max(1, num_warps), 8 if looped else 16, 1024 // facts.warp_size)
+    programs = 4 if num_warps <= 4 else 2
+    # The forward's first walk waits for a sum over the whole tile in every step: the next tile's loads fill the wait.
+    num_stages = 2 if looped and problem.direction == "forward" else 1
+    return GroupNormConfig(block_n, block_c, block_s, looped, num_warps, programs, num_stages)

@@ -19,6 +19,8 @@ MODULES = {
     "layer_norm_without_parameters": (fusedops.nn.LayerNorm, torch.nn.LayerNorm, (12, 1e-5, False), {}),
     "rms_norm": (fusedops.nn.RMSNorm, torch.nn.RMSNorm, (12,), {}),
     "rms_norm_without_weight": (fusedops.nn.RMSNorm, torch.nn.RMSNorm, (12, 1e-6, False), {}),
+    "group_norm": (fusedops.nn.GroupNorm, torch.nn.GroupNorm, (3, 3), {"eps": 1e-3}),
+    "group_norm_without_parameters": (fusedops.nn.GroupNorm, torch.nn.GroupNorm, (1, 3, 1e-5, False), {}),
     "linear": (fusedops.nn.Linear, torch.nn.Linear, (12, 20), {}),
     "linear_without_bias": (fusedops.nn.Linear, torch.nn.Linear, (12, 20, False), {}),
     "linear_in_bfloat16": (fusedops.nn.Linear, torch.nn.Linear, (12, 20), {"dtype": torch.bfloat16}),
@@ -108,6 +110,7 @@ def test_modules_follow_the_kernels(kernel_runner):
     for module, node in (
         (fusedops.nn.LayerNorm(12, device=kernel_runner.device), "NormBackward"),
         (fusedops.nn.RMSNorm(12, device=kernel_runner.device), "NormBackward"),
+        (fusedops.nn.GroupNorm(2, 12, device=kernel_runner.device), "GroupNormBackward"),
         (fusedops.nn.Linear(12, 20, device=kernel_runner.device), "LinearBackward"),
     ):
         assert type(module(x).grad_fn).__name__ == node
