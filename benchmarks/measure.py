@@ -152,9 +152,13 @@ def attention_flops(batch: int, heads: int, queries: int, keys: int, width: int,
     return 2 * batch * heads * pairs * width * (5 if backward else 2)
 
 
-def norm_bytes(rows: int, width: int, itemsize: int, parameters: int, backward: bool) -> int:
-    """Read x, write y; backward: read x and dy, write dx. Each of ``parameters`` is read (and its gradient written)."""
-    tensors = 3 if backward else 2
+def norm_bytes(rows: int, width: int, itemsize: int, parameters: int, backward: bool, residual: bool = False) -> int:
+    """Read x, write y; backward: read x and dy, write dx. Each of ``parameters`` is read (and its gradient written).
+
+    With a residual the forward also reads it and writes the sum, and the backward also reads the sum's gradient (the
+    gradient of the residual is that of x).
+    """
+    tensors = (3 if backward else 2) + ((1 if backward else 2) if residual else 0)
     return itemsize * (tensors * rows * width + parameters * width * (2 if backward else 1))
 
 

@@ -62,29 +62,12 @@ def test_largest_distance_is_relative_and_sees_nan() -> None:
     assert device_check.largest_distance(runs) == float("inf")
 
 
-class Event:
-    """``torch.cuda.Event`` by the host's clock."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def elapsed_time(self, later: Event) -> float:
-        return (later.seconds - self.seconds) * 1e3
-
-
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """What the check asks of ``torch.cuda``, answered for the CPU."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 20))
+def pretended_gpu(pretended_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 20))
     limits = made_up_report()["ceilings"]
     monkeypatch.setattr(device_check, "ceilings", lambda timer, device: limits)
-    return torch.device("cpu")
+    return pretended_gpu
 
 
 @pytest.mark.interpreter

@@ -83,6 +83,10 @@ def test_norm_bytes_are_those_of_the_tensors() -> None:
     assert norm_bytes(5, 7, 2, parameters=2, backward=False) == sum(t.nbytes for t in (x, y, weight, bias))
     # The bias is not read in the backward; it is counted, as little as it is.
     assert norm_bytes(5, 7, 2, parameters=1, backward=True) == sum(t.nbytes for t in (x, dy, dx, weight, weight))
+    added = (x, x, y, x, weight)  # x, residual, y, their sum
+    assert norm_bytes(5, 7, 2, parameters=1, backward=False, residual=True) == sum(t.nbytes for t in added)
+    added = (x, dy, dy, dx, weight, weight)  # the sum, dy, the sum's gradient, dx
+    assert norm_bytes(5, 7, 2, parameters=1, backward=True, residual=True) == sum(t.nbytes for t in added)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,283 @@
+"""What ``norm.py`` compares: layer norm and RMS norm, with and without a residual, as other libraries offer them.
+
+A library is imported when it is asked for, and left out with the reason where it is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import fusedops
+from benchmarks.measure import Run, norm_bytes
+
+OURS = "fusedops"
+OPERATORS = ("layer_norm", "rms_norm", "add_rms_norm", "add_layer_norm")
+DIRECTIONS = ("forward", "backward", "both")
+EPS = 1e-5
+
+# (x, residual or None, weight, bias or None) -> (y,) or (y, residual + x)
+Function = Callable[
+    [torch.Tensor, "torch.Tensor | None", torch.Tensor, "torch.Tensor | None"], tuple[torch.Tensor, ...]
+]
+
+
+# Operators by provider.
+Found = dict[str, dict[str, Function]]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One operator at one size."""
+
+    operator: str
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def adds(self) -> bool:
+        return self.operator.startswith("add_")
+
+    @property
+    def has_bias(self) -> bool:
+        return self.operator.endswith("layer_norm")
+
+    def least_bytes(self, direction: str) -> int:
+        """The bytes that must move, by :func:`benchmarks.measure.norm_bytes`."""
+        if direction == "both":
+            return self.least_bytes("forward") + self.least_bytes("backward")
+        parameters = 2 if self.has_bias else 1
+        return norm_bytes(
+            self.rows, self.width, self.dtype.itemsize, parameters, direction == "backward", residual=self.adds
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tensors of a problem, and the gradients that arrive at its outputs."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    gradients: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, device: torch.device, random: bool = True) -> Inputs:
+        """Fresh random numbers; ``random=False``: memory that is not even touched, for compiling alone."""
+
+        def make(*shape: int) -> torch.Tensor:
+            draw = torch.randn if random else torch.empty
+            return draw(shape, dtype=problem.dtype, device=device)
+
+        full = (problem.rows, problem.width)
+        return cls(
+            x=make(*full),
+            residual=make(*full) if problem.adds else None,
+            weight=make(problem.width),
+            bias=make(problem.width) if problem.has_bias else None,
+            gradients=tuple(make(*full) for _ in range(2 if problem.adds else 1)),
+        )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        return self.x, self.residual, self.weight, self.bias
+
+    def with_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors as leaves that require a gradient; their memory is shared."""
+        return tuple(None if t is None else t.detach().requires_grad_() for t in self.tensors)
+
+
+def run_in(direction: str, function: Function, inputs: Inputs) -> Run:
+    """What to time: the forward without a graph (as in inference), the backward over a graph that was built before, or
+    a forward and a backward (as in training)."""
+    if direction == "forward":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return function(*inputs.tensors)
+
+        return forward
+    leaves = inputs.with_gradients()
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    if direction == "both":
+        return lambda: torch.autograd.grad(function(*leaves), wanted, inputs.gradients)
+    outputs = function(*leaves)
+    return lambda: torch.autograd.grad(outputs, wanted, inputs.gradients, retain_graph=True)
+
+
+def load(names: Iterable[str]) -> tuple[Found, dict[str, str]]:
+    """The operators of each provider that is installed, and the reason why each other one is left out.
+
+    Args:
+        names: of PROVIDERS.
+    """
+    found: Found = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = PROVIDERS[name]()
+        except ModuleNotFoundError as error:
+            left_out[name] = f"{error.name} is not installed"
+        except Exception as error:  # built for another torch, no such function in this version, …
+            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found, left_out
+
+
+def _fusedops() -> dict[str, Function]:
+    return {
+        "layer_norm": lambda x, r, w, b: (fusedops.layer_norm(x, w.shape, w, b, EPS),),
+        "rms_norm": lambda x, r, w, b: (fusedops.rms_norm(x, w.shape, w, EPS),),
+        "add_rms_norm": lambda x, r, w, b: fusedops.add_rms_norm(x, r, w.shape, w, EPS),
+        "add_layer_norm": lambda x, r, w, b: fusedops.add_layer_norm(x, r, w.shape, w, b, EPS),
+    }
+
+
+def _torch() -> dict[str, Function]:
+    def after_adding(norm: Function) -> Function:
+        def add_norm(
+            x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None
+        ) -> tuple[torch.Tensor, ...]:
+            added = x + residual
+            return *norm(added, None, weight, bias), added
+
+        return add_norm
+
+    def layer_norm(
+        x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        return (F.layer_norm(x, weight.shape, weight, bias, EPS),)
+
+    def rms_norm(
+        x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        return (F.rms_norm(x, weight.shape, weight, EPS),)
+
+    return {
+        "layer_norm": layer_norm,
+        "rms_norm": rms_norm,
+        "add_rms_norm": after_adding(rms_norm),
+        "add_layer_norm": after_adding(layer_norm),
+    }
+
+
+def _torch_compile() -> dict[str, Function]:
+    import torch._functorch.config as config
+
+    # A graph whose backward runs more than once must keep its buffers.
+    config.donated_buffer = False
+
+    def compiled(function: Function) -> Function:
+        """Compiled for the very sizes of a problem, by the first call after :func:`fresh`."""
+        # Inductor makes C++ on a CPU, where only a dry run comes by.
+        backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+        return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+
+    return {operator: compiled(function) for operator, function in _torch().items()}
+
+
+def fresh() -> None:
+    """Forget what torch.compile has compiled: it gives up on a function after a few sizes."""
+    torch._dynamo.reset()
+
+
+def _liger() -> dict[str, Function]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    # Its default overwrites the gradient that arrives, which a second backward would read.
+    options = (EPS, 0.0, "llama", False)
+    return {
+        "layer_norm": lambda x, r, w, b: (LigerLayerNormFunction.apply(x, w, b, EPS),),
+        "rms_norm": lambda x, r, w, b: (LigerRMSNormFunction.apply(x, w, *options),),
+        "add_rms_norm": lambda x, r, w, b: LigerFusedAddRMSNormFunction.apply(x, r, w, *options),
+    }
+
+
+def _flash_attn() -> dict[str, Function]:
+    norm = importlib.import_module("flash_attn.ops.triton.layer_norm").layer_norm_fn
+    return {
+        "layer_norm": lambda x, r, w, b: (norm(x, w, b, eps=EPS),),
+        "rms_norm": lambda x, r, w, b: (norm(x, w, None, eps=EPS, is_rms_norm=True),),
+        "add_rms_norm": lambda x, r, w, b: norm(x, w, None, residual=r, eps=EPS, prenorm=True, is_rms_norm=True),
+        "add_layer_norm": lambda x, r, w, b: norm(x, w, b, residual=r, eps=EPS, prenorm=True),
+    }
+
+
+def _apex() -> dict[str, Function]:
+    norms = importlib.import_module("apex.normalization.fused_layer_norm")
+    importlib.import_module("fused_layer_norm_cuda")  # absent where Apex was built without its CUDA extensions
+    return {
+        "layer_norm": lambda x, r, w, b: (norms.fused_layer_norm_affine(x, w, b, tuple(w.shape), EPS),),
+        "rms_norm": lambda x, r, w, b: (norms.fused_rms_norm_affine(x, w, tuple(w.shape), EPS),),
+    }
+
+
+def _quack() -> dict[str, Function]:
+    norm = importlib.import_module("quack.rmsnorm").rmsnorm
+    return {
+        "rms_norm": lambda x, r, w, b: (norm(x, w, eps=EPS),),
+        "add_rms_norm": lambda x, r, w, b: norm(x, w, residual=r, eps=EPS, prenorm=True),
+    }
+
+
+PROVIDERS: dict[str, Callable[[], dict[str, Function]]] = {
+    OURS: _fusedops,
+    "torch": _torch,
+    "torch.compile": _torch_compile,
+    "liger": _liger,
+    "flash-attn": _flash_attn,
+    "apex": _apex,
+    "quack": _quack,
+}
+
+
+# --- is it right? ----------------------------------------------------------------------------------------------------
+
+# Largest relative distance ‖found - exact‖ / ‖exact‖ of a right result: four roundings in a row to a 16-bit dtype, each
+# of at most 2⁻⁸ or 2⁻¹¹; for float32 what sums of a million products may differ by in another order.
+CLOSE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11, torch.float32: 1e-5}
+
+# Elements of float64 that the reference holds at once.
+_CHUNK = 1 << 22
+
+
+def distance(problem: Problem, function: Function, inputs: Inputs) -> float:
+    """Largest relative distance of a provider's outputs and gradients from float64's. NaN counts as infinite."""
+    leaves = inputs.with_gradients()
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    outputs = function(*leaves)
+    found = [*outputs, *torch.autograd.grad(outputs, wanted, inputs.gradients)]
+    found = [tensor.detach() for tensor in found]
+    exact = _torch()[problem.operator]
+    rowwise = [tensor.dim() == 2 for tensor in found]
+    wrong = torch.zeros(len(found), dtype=torch.float64, device=inputs.x.device)
+    total = torch.zeros_like(wrong)
+    sums: list[torch.Tensor | None] = [None] * len(found)
+    for rows in torch.arange(problem.rows).split(max(1, _CHUNK // problem.width)):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        chunk = [
+            None if t is None else (t.detach()[part] if t.dim() == 2 else t.detach()).double().requires_grad_()
+            for t in inputs.tensors
+        ]
+        results = exact(*chunk)
+        gradients = [gradient[part].double() for gradient in inputs.gradients]
+        gradients = torch.autograd.grad(results, [t for t in chunk if t is not None], gradients)
+        expected = [tensor.detach() for tensor in (*results, *gradients)]
+        for i, (tensor, right) in enumerate(zip(found, expected, strict=True)):
+            if rowwise[i]:
+                wrong[i] += (tensor[part].double() - right).square().sum()
+                total[i] += right.square().sum()
+            else:
+                sums[i] = right if sums[i] is None else sums[i] + right
+    for i, right in enumerate(sums):
+        if right is not None:
+            wrong[i] = (found[i].double() - right).square().sum()
+            total[i] = right.square().sum()
+    return float((wrong / total).sqrt().nan_to_num(nan=float("inf")).max())
