@@ -49,6 +49,7 @@ def group_norm_backward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Program i owns group i mod groups of every k-th BLOCK_N members of the batch, k the programs a group, and
     partial sum i // groups of that group's channels; a row fits in a tile."""
@@ -63,7 +64,8 @@ def group_norm_backward_kernel(
     count = spatial * 1.0 * CHANNELS
     dw = tl.zeros((BLOCK_C,), dtype=tl.float32)
     db = tl.zeros((BLOCK_C,), dtype=tl.float32)
-    for first in range(program.to(tl.int64) * BLOCK_N, N, programs.to(tl.int64) * BLOCK_N):
+    step = programs.to(tl.int64) * BLOCK_N
+    for first in tl.range(program.to(tl.int64) * BLOCK_N, N, step, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
         mask = (n < N)[:, None, None] & row_mask
         at = n[:, None, None] * dy_strides[0] + within_row(channel, s, dy_strides)[None, :, :]
@@ -339,10 +341,11 @@ def group_norm_backward(
     with device_guard(input):
         if blocks == parts == 1:
             kernel = group_norm_backward_looped_kernel if config.looped else group_norm_backward_kernel
-            tile |= {"STAGES": config.num_stages} if config.looped else {"BLOCK_N": config.block_n}
+            if not config.looped:
+                tile["BLOCK_N"] = config.block_n
             kernel[(programs * num_groups,)](
                 dy, x, w, mean, rstd, dx_view, *partials, batch, num_groups, spatial,
-                dy.stride(), x.stride(), dx_strides, **tile, **launch,
+                dy.stride(), x.stride(), dx_strides, STAGES=config.num_stages, **tile, **launch,
             )  # fmt: skip
         else:
             shape = (batch, num_groups, blocks * parts)

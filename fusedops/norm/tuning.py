@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -149,7 +151,8 @@ class GroupNormConfig:
     num_warps: warps a program.
     programs_per_multiprocessor: how many programs a multiprocessor gets before groups stop being divided among
         several; in a backward each holds one partial sum of the parameters' gradients.
-    num_stages: tiles of the first of a looped group's two walks whose loads are in flight.
+    num_stages: steps whose loads are in flight: tiles of the first of a looped group's two walks, or groups of a
+        backward that holds them.
     """
 
     block_n: int
@@ -165,20 +168,21 @@ class GroupNormConfig:
 # elements. Both count a tile padded to powers of two.
 _GROUP_HELD_BYTES = 65536
 _GROUP_HELD_BACKWARD = 8192
+# Elements a tile of larger groups.
 _GROUP_LOOP_TILE = 4096
 # Channels a tile where positions lie side by side: their sums stay in registers in the backward.
 _GROUP_LOOP_CHANNELS = 64
 
-GROUP_SPACE = tuple(
-    GroupNormConfig(block_n, block_c, block_s, looped, num_warps, programs, num_stages)
-    for block_n in (1, 4, 16, 32)
-    for block_c in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
-    for block_s in (1, 16, 64, 256, 1024, 4096)
-    for looped in (False, True)
-    for num_warps in (1, 2, 4, 8, 16)
-    for programs in (1, 2, 4)
-    for num_stages in (1, 2, 3)
-)
+
+def group_space(problem: GroupNormProblem) -> Iterator[GroupNormConfig]:
+    """The configurations that may be searched, before they are pruned; a tuple of them all would be too long."""
+    blocks_c, blocks_s = (
+        [1 << i for i in range(next_power_of_2(size).bit_length())] for size in (problem.channels, problem.spatial)
+    )
+    for values in itertools.product(
+        (1, 2, 4, 8, 16, 32), blocks_c, blocks_s, (False, True), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 3)
+    ):
+        yield GroupNormConfig(*values)
 
 
 def group_held(problem: GroupNormProblem) -> int:
@@ -191,12 +195,10 @@ def prune_group(config: GroupNormConfig, problem: GroupNormProblem, facts: Devic
     elements = config.block_n * config.block_c * config.block_s
     if not config.looped and (config.block_c < problem.channels or config.block_s < problem.spatial):
         return "the tile is smaller than the group"
-    if config.looped and config.block_n > 1:
-        return "a group is walked alone"
-    if not config.looped and config.num_stages > 1:
-        return "a group that is held is loaded at once"
-    if config.block_c >= 2 * problem.channels or config.block_s >= 2 * problem.spatial:
-        return "more than half of the tile is padding"
+    if config.looped and (config.block_n > 1 or elements < 1024):
+        return "a group is walked alone, in tiles of at least 1024 elements"
+    if config.num_stages > 1 and not config.looped and problem.direction == "forward":
+        return "a forward that holds a group takes one step"
     if config.num_warps * facts.warp_size > 1024:
         return "more than 1024 threads a program"
     if elements > group_held(problem):
@@ -220,7 +222,9 @@ def default_group_config(problem: GroupNormProblem, facts: DeviceFacts) -> Group
     per_thread = 16 if problem.direction == "forward" else 8
     num_warps = next_power_of_2(block_n * elements // (facts.warp_size * per_thread))
     num_warps = min(max(1, num_warps), 8 if looped else 16, 1024 // facts.warp_size)
-    programs = 4 if num_warps <= 4 else 2
-    # The forward's first walk waits for a sum over the whole tile in every step: the next tile's loads fill the wait.
-    num_stages = 2 if looped and problem.direction == "forward" else 1
+    programs = 2 if looped else 4
+    # The forward's first walk waits for a sum over the tile in every step, and a backward that holds a large group
+    # fills a multiprocessor alone: the next step's loads must be under way meanwhile. 16-bit groups have the room.
+    alone = not looped and elements >= 4096 and problem.itemsize == 2
+    num_stages = 2 if (looped if problem.direction == "forward" else alone) else 1
     return GroupNormConfig(block_n, block_c, block_s, looped, num_warps, programs, num_stages)
