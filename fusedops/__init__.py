@@ -4,6 +4,7 @@ from fusedops import nn
 from fusedops.attention.functional import attention, scaled_dot_product_attention
 from fusedops.linear.functional import linear
 from fusedops.norm.functional import add_layer_norm, add_rms_norm, group_norm, l2_norm, layer_norm, rms_norm
+from fusedops.norm_linear.functional import layer_norm_linear, rms_norm_linear
 from fusedops.patching import PatchError, PatchReport, patch, patched, plan, unpatch
 from fusedops.runtime.backend import BackendError, FallbackWarning, backend, explain
 
@@ -22,12 +23,14 @@ __all__ = [
     "group_norm",
     "l2_norm",
     "layer_norm",
+    "layer_norm_linear",
     "linear",
     "nn",
     "patch",
     "patched",
     "plan",
     "rms_norm",
+    "rms_norm_linear",
     "scaled_dot_product_attention",
     "unpatch",
 ]

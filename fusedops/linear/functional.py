@@ -16,44 +16,48 @@ from fusedops.runtime.precision import autocast_dtype, tf32_allowed
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _check_linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+def check_linear(
+    function: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> bool:
     """Raise, naming the argument, or say whether a parameter's dtype differs from the input's."""
-    check_tensor("linear", "input", input)
-    check_tensor("linear", "weight", weight)
+    check_tensor(function, "input", input)
+    check_tensor(function, "weight", weight)
     shape = weight.shape
     if not input.ndim:
-        wrong_value("linear", "input", "of at least one dimension (..., in_features)", input)
+        wrong_value(function, "input", "of at least one dimension (..., in_features)", input)
     if len(shape) != 2 or shape[1] != input.shape[-1]:
         size = input.shape[-1]
-        wrong_value("linear", "weight", f"of shape (out_features, {size}), {size} being input's last size", weight)
+        wrong_value(function, "weight", f"of shape (out_features, {size}), {size} being input's last size", weight)
     dtype, device = input.dtype, input.device
     if weight.device != device:
-        check_same_device("linear", "weight", weight, "input", input)
+        check_same_device(function, "weight", weight, "input", input)
     mixed = weight.dtype is not dtype
     if mixed:
-        _check_dtype("weight", weight, input)
+        _check_dtype(function, "weight", weight, input)
     if bias is not None:
-        check_tensor("linear", "bias", bias)
+        check_tensor(function, "bias", bias)
         if bias.ndim != 1 or bias.shape[0] != shape[0]:
-            wrong_value("linear", "bias", f"of shape ({shape[0]},), one for each row of weight", bias)
+            wrong_value(function, "bias", f"of shape ({shape[0]},), one for each row of weight", bias)
         if bias.device != device:
-            check_same_device("linear", "bias", bias, "input", input)
+            check_same_device(function, "bias", bias, "input", input)
         if bias.dtype is not dtype:
-            _check_dtype("bias", bias, input)
+            _check_dtype(function, "bias", bias, input)
             mixed = True
     if activation is not None:
-        check_activation("linear", activation)
+        check_activation(function, activation)
     return mixed
 
 
-def _check_dtype(argument: str, value: torch.Tensor, input: torch.Tensor) -> None:
+def _check_dtype(function: str, argument: str, value: torch.Tensor, input: torch.Tensor) -> None:
     """The input's dtype, float32 beside a 16-bit input, or whatever autocast makes the same."""
     if value.dtype == torch.float32 and input.dtype in _HALF:
         return
     if autocast_dtype(value) != autocast_dtype(input):
-        wrong_type("linear", argument, f"of input's dtype ({input.dtype}) or float32 beside a 16-bit input", value)
+        wrong_type(function, argument, f"of input's dtype ({input.dtype}) or float32 beside a 16-bit input", value)
 
 
 def unsupported(input: torch.Tensor) -> list[str]:
@@ -62,7 +66,7 @@ def unsupported(input: torch.Tensor) -> list[str]:
 
 
 def _linear_reasons(*args: Any, **kwargs: Any) -> tuple[torch.device, list[str]]:
-    _check_linear(*args, **kwargs)
+    check_linear("linear", *args, **kwargs)
     input = args[0] if args else kwargs["input"]
     return input.device, unsupported(input)
 
@@ -105,21 +109,22 @@ def linear(
         >>> fusedops.linear(torch.tensor([1.0, 1.0]), weight, bias, activation="relu")
         tensor([3.5000, 0.0000])
     """
-    mixed = _check_linear(input, weight, bias, activation)
+    mixed = check_linear("linear", input, weight, bias, activation)
     if might_use_triton(input.device) and use_triton("linear", unsupported(input), input.device):
         dtype = autocast_dtype(input)
         if dtype != input.dtype or mixed:
-            input, weight, bias = _cast(input, weight, bias, dtype)
+            input = input.to(dtype)
+            weight, bias = cast_parameters(weight, bias, dtype)
         return linear_op(input, weight, bias, activation, False, tf32_allowed(input))[0]
     return reference.torch_linear(input, weight, bias, activation, mixed)
 
 
-def _cast(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Operands of dtype ``dtype``; float32 parameters stay, for the operator takes and differentiates them."""
+def cast_parameters(
+    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Parameters of dtype ``dtype``; float32 ones stay, for the operator takes and differentiates them."""
     if weight.dtype != torch.float32:
         weight = weight.to(dtype)
     if bias is not None and bias.dtype != torch.float32:
         bias = bias.to(dtype)
-    return input.to(dtype), weight, bias
+    return weight, bias
