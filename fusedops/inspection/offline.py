@@ -47,7 +47,8 @@ class Compiled:
         registers: a thread (AMD: vector registers a lane).
         spill_bytes: bytes a thread that do not fit into registers.
         shared: bytes of shared memory (LDS) a program.
-        num_warps: warps (wavefronts) a program, those that the compiler added included.
+        num_warps: warps (wavefronts) a block of threads, those that the compiler added included.
+        num_ctas: blocks of threads a program: 1, or the size of its cluster.
         seconds: that compiling took; about 0 where Triton's own cache had it.
         parameters: names of the kernel's arguments that the compiled code takes, in its order. Left out: compile-time
             constants, None, and integers that were 1 (Triton makes constants of them).
@@ -61,6 +62,7 @@ class Compiled:
     spill_bytes: int
     shared: int
     num_warps: int
+    num_ctas: int
     parameters: tuple[str, ...]
     constants: Mapping[str, Any]
     seconds: float = field(compare=False)
@@ -143,6 +145,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         spill_bytes=resources.spill_bytes,
         shared=int(metadata.shared),
         num_warps=int(metadata.num_warps),
+        num_ctas=int(getattr(metadata, "num_ctas", 1)),
         parameters=tuple(_parameters(kernel.src.signature)),
         constants=_constants(kernel.src),
         seconds=seconds,

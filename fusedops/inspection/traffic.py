@@ -83,4 +83,4 @@ def memory_traffic(compiled: Compiled) -> Traffic:
         accesses = amd_accesses(compiled.asm["amdgcn"], compiled.asm.get("llir"), compiled.parameters)
     else:
         accesses = ptx_accesses(compiled.asm["ptx"], compiled.parameters)
-    return Traffic(compiled.num_warps * facts.warp_size, accesses)
+    return Traffic(compiled.num_ctas * compiled.num_warps * facts.warp_size, accesses)

@@ -77,7 +77,7 @@ def _leave(
         tl.store(DX + at, grad.to(DX.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "size_b", "size_c"])  # a new row count must not compile again
 def norm_backward_kernel(
     DY,  # (rows, width)
     GRAD_RESIDUAL,  # (rows, width): gradient of residual_out, or None
@@ -93,7 +93,8 @@ def norm_backward_kernel(
     DB,  # (programs, width) float32 partial sums; None: not wanted
     rows,
     width,
-    sizes,
+    size_b,
+    size_c,
     dy_strides,
     residual_strides,
     saved_strides,
@@ -122,10 +123,10 @@ def norm_backward_kernel(
         row = top + tl.arange(0, BLOCK_M)
         row_mask = row < rows
         mask = row_mask[:, None] & col_mask[None, :]
-        dy_at = row_offset(row, sizes, dy_strides, SPLIT)[:, None] + cols[None, :]
+        dy_at = row_offset(row, size_b, size_c, dy_strides, SPLIT)[:, None] + cols[None, :]
         dy = tl.load(DY + dy_at, mask=mask, other=0.0).to(tl.float32)
         if SAVED is not None:
-            at = row_offset(row, sizes, saved_strides, SPLIT)[:, None] + cols[None, :]
+            at = row_offset(row, size_b, size_c, saved_strides, SPLIT)[:, None] + cols[None, :]
             saved = tl.load(SAVED + at, mask=mask, other=0.0)
             rstd = tl.load(RSTD + row, mask=row_mask, other=0.0)
             xhat = _normalised(saved, B, MEAN, row, row_mask, cols, col_mask, w, rstd, KIND, FROM_OUTPUT)
@@ -134,7 +135,7 @@ def norm_backward_kernel(
             grad = g - xhat * _c1(tl.sum(g * xhat, axis=1), rstd, width, eps, KIND)[:, None]
             if KIND == "layer":
                 grad = grad - (tl.sum(g, axis=1) / width)[:, None]
-            residual_at = row_offset(row, sizes, residual_strides, SPLIT)[:, None] + cols[None, :]
+            residual_at = row_offset(row, size_b, size_c, residual_strides, SPLIT)[:, None] + cols[None, :]
             _leave(
                 grad * rstd[:, None], GRAD_RESIDUAL, DX, DRESIDUAL, SEED, residual_at, row, 0, width, mask,
                 threshold, scale, BLOCK_N,
@@ -149,7 +150,7 @@ def norm_backward_kernel(
         tl.store(DB + program * width + cols, tl.sum(db, axis=0), mask=col_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size_b", "size_c"])
 def norm_backward_means_kernel(
     DY,
     SAVED,
@@ -160,7 +161,8 @@ def norm_backward_means_kernel(
     C1,  # (rows,) float32
     C2,  # (rows,) float32; written for layer norm
     width,
-    sizes,
+    size_b,
+    size_c,
     dy_strides,
     saved_strides,
     eps,
@@ -173,8 +175,8 @@ def norm_backward_means_kernel(
     """c₁ and c₂ of wide rows: program i owns row i, walked in blocks."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     row_mask = row >= 0
-    dy_row = DY + row_offset(row, sizes, dy_strides, SPLIT)[:, None]
-    saved_row = row_offset(row, sizes, saved_strides, SPLIT)[:, None]
+    dy_row = DY + row_offset(row, size_b, size_c, dy_strides, SPLIT)[:, None]
+    saved_row = row_offset(row, size_b, size_c, saved_strides, SPLIT)[:, None]
     rstd = tl.load(RSTD + row)
     sum_gx = tl.zeros((1,), dtype=tl.float32)
     sum_g = tl.zeros((1,), dtype=tl.float32)
@@ -193,7 +195,7 @@ def norm_backward_means_kernel(
         tl.store(C2 + row, sum_g / width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "size_b", "size_c"])  # a new row count must not compile again
 def norm_backward_columns_kernel(
     DY,
     GRAD_RESIDUAL,
@@ -211,7 +213,8 @@ def norm_backward_columns_kernel(
     DB,  # (splits, width) float32 partial sums; None: not wanted
     rows,
     width,
-    sizes,
+    size_b,
+    size_c,
     dy_strides,
     residual_strides,
     saved_strides,
@@ -243,10 +246,10 @@ def norm_backward_columns_kernel(
         row = rows - 1 - below - tl.arange(0, BLOCK_M)
         row_mask = row >= 0
         mask = row_mask[:, None] & col_mask[None, :]
-        dy_at = row_offset(row, sizes, dy_strides, SPLIT)[:, None] + cols[None, :]
+        dy_at = row_offset(row, size_b, size_c, dy_strides, SPLIT)[:, None] + cols[None, :]
         dy = tl.load(DY + dy_at, mask=mask, other=0.0).to(tl.float32)
         if SAVED is not None:
-            at = row_offset(row, sizes, saved_strides, SPLIT)[:, None] + cols[None, :]
+            at = row_offset(row, size_b, size_c, saved_strides, SPLIT)[:, None] + cols[None, :]
             saved = tl.load(SAVED + at, mask=mask, other=0.0)
             rstd = tl.load(RSTD + row, mask=row_mask, other=0.0)
             xhat = _normalised(saved, B, MEAN, row, row_mask, cols, col_mask, w, rstd, KIND, FROM_OUTPUT)
@@ -254,7 +257,7 @@ def norm_backward_columns_kernel(
             grad = dy * w - xhat * tl.load(C1 + row, mask=row_mask, other=0.0)[:, None]
             if KIND == "layer":
                 grad = grad - tl.load(C2 + row, mask=row_mask, other=0.0)[:, None]
-            residual_at = row_offset(row, sizes, residual_strides, SPLIT)[:, None] + cols[None, :]
+            residual_at = row_offset(row, size_b, size_c, residual_strides, SPLIT)[:, None] + cols[None, :]
             _leave(
                 grad * rstd[:, None], GRAD_RESIDUAL, DX, DRESIDUAL, SEED, residual_at, row, first, width, mask,
                 threshold, scale, BLOCK_N,
@@ -269,7 +272,7 @@ def norm_backward_columns_kernel(
         tl.store(DB + split * width + cols, tl.sum(db, axis=0), mask=col_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sum_partials_kernel(
     FIRST,  # (count, width) float32
     SECOND,  # (count, width) float32, or None
@@ -358,7 +361,7 @@ def norm_backward(
     count = blocks = ceil_div(width, config.block_n)
     if sums:
         # The number of partial sums depends on the device, and on the rows only while they are few.
-        programs = device_facts(device).multiprocessor_count * config.programs_per_multiprocessor
+        programs = device_facts(device).multiprocessor_count * config.programs_per_multiprocessor // config.num_ctas
         count = max(1, min(programs // blocks, ceil_div(rows, config.block_m)))
     else:
         count = ceil_div(rows, config.block_m)
@@ -368,11 +371,11 @@ def norm_backward(
     threshold, scale = threshold_and_scale(dropout_p)
     flags = {"KIND": kind, "FROM_OUTPUT": from_output, "SPLIT": view.split}
     tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-    launch = options(config.num_warps)
+    launch = options(config.num_warps, num_ctas=config.num_ctas)
     with device_guard(grad_output):
         if not config.looped:
             norm_backward_kernel[(count,)](
-                dy, dr, x, w, b, mean, rstd, seed, dx, dresidual, *partials, rows, width, view.sizes,
+                dy, dr, x, w, b, mean, rstd, seed, dx, dresidual, *partials, rows, width, *view.sizes,
                 dy_strides, dr_strides, x_strides, eps, weight_offset, threshold, scale,
                 **flags, **tile, STAGES=config.num_stages, **launch,
             )  # fmt: skip
@@ -381,11 +384,11 @@ def norm_backward(
             if dx is not None or dresidual is not None:
                 c1, c2 = torch.empty((2, rows), dtype=torch.float32, device=device).unbind()
                 norm_backward_means_kernel[(rows,)](
-                    dy, x, w, b, mean, rstd, c1, c2, width, view.sizes, dy_strides, x_strides, eps, weight_offset,
+                    dy, x, w, b, mean, rstd, c1, c2, width, *view.sizes, dy_strides, x_strides, eps, weight_offset,
                     **flags, BLOCK_N=config.block_m * config.block_n, **launch,
                 )  # fmt: skip
             norm_backward_columns_kernel[(count * blocks,)](
-                dy, dr, x, w, b, mean, rstd, seed, c1, c2, dx, dresidual, *partials, rows, width, view.sizes,
+                dy, dr, x, w, b, mean, rstd, seed, c1, c2, dx, dresidual, *partials, rows, width, *view.sizes,
                 dy_strides, dr_strides, x_strides, weight_offset, threshold, scale,
                 **flags, **tile, **launch,
             )  # fmt: skip

@@ -21,13 +21,13 @@ from fusedops.runtime.launch import ceil_div, options
 
 
 @triton.jit
-def row_offset(row, sizes, strides, SPLIT: tl.constexpr):
+def row_offset(row, size_b, size_c, strides, SPLIT: tl.constexpr):
     """Where rows begin, in elements; ``row`` is int64, see :class:`fusedops.norm.rows.Rows`."""
     if SPLIT:
         index = row.to(tl.int32)  # divisions of int64 are many times slower
-        c = (index % sizes[1]).to(tl.int64)
-        rest = index // sizes[1]
-        a, b = (rest // sizes[0]).to(tl.int64), (rest % sizes[0]).to(tl.int64)
+        c = (index % size_c).to(tl.int64)
+        rest = index // size_c
+        a, b = (rest // size_b).to(tl.int64), (rest % size_b).to(tl.int64)
         offset = a * strides[0] + b * strides[1] + c * strides[2]
     else:
         offset = row * strides[2]
@@ -74,7 +74,7 @@ def _reciprocal(square, width, eps, KIND: tl.constexpr):
     return rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "size_b", "size_c"])  # a new row count must not compile again
 def norm_forward_kernel(
     X,  # (rows, width)
     RESIDUAL,  # (rows, width) or None
@@ -87,7 +87,8 @@ def norm_forward_kernel(
     RSTD,  # (rows,) float32
     rows,
     width,
-    sizes,
+    size_b,
+    size_c,
     x_strides,
     residual_strides,
     eps,
@@ -105,7 +106,10 @@ def norm_forward_kernel(
     row_mask = row < rows
     col_mask = cols < width
     mask = row_mask[:, None] & col_mask[None, :]
-    offsets = row_offset(row, sizes, x_strides, SPLIT), row_offset(row, sizes, residual_strides, SPLIT)
+    offsets = (
+        row_offset(row, size_b, size_c, x_strides, SPLIT),
+        row_offset(row, size_b, size_c, residual_strides, SPLIT),
+    )
     x = _entering(X, RESIDUAL, SEED, RESIDUAL_OUT, row, 0, offsets, width, mask, threshold, scale, BLOCK_N)
     if KIND == "layer":
         mean = tl.sum(x, axis=1) / width
@@ -118,7 +122,7 @@ def norm_forward_kernel(
     tl.store(Y + row[:, None] * width + cols[None, :], y.to(Y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "size_b", "size_c"])  # a new row count must not compile again
 def norm_forward_looped_kernel(
     X,
     RESIDUAL,
@@ -131,7 +135,8 @@ def norm_forward_looped_kernel(
     RSTD,
     rows,
     width,
-    sizes,
+    size_b,
+    size_c,
     x_strides,
     residual_strides,
     eps,
@@ -150,7 +155,10 @@ def norm_forward_looped_kernel(
     two floats: rounding it once a block would cost an ulp of a mean that may be far larger than the deviation.
     """
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    offsets = row_offset(row, sizes, x_strides, SPLIT), row_offset(row, sizes, residual_strides, SPLIT)
+    offsets = (
+        row_offset(row, size_b, size_c, x_strides, SPLIT),
+        row_offset(row, size_b, size_c, residual_strides, SPLIT),
+    )
     mean = tl.zeros((1,), dtype=tl.float32)
     mean_low = tl.zeros((1,), dtype=tl.float32)
     square = tl.zeros((1,), dtype=tl.float32)
@@ -226,7 +234,7 @@ def norm_forward(
     with device_guard(input):
         kernel[(ceil_div(view.rows, config.block_m),)](
             *view.tensors, None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous(),
-            seed, output, None if residual is None else summed, mean, rstd, view.rows, view.width, view.sizes,
+            seed, output, None if residual is None else summed, mean, rstd, view.rows, view.width, *view.sizes,
             *view.strides, eps, weight_offset, threshold, scale,
             KIND=kind, SPLIT=view.split, BLOCK_M=config.block_m, BLOCK_N=config.block_n, **options(config.num_warps),
         )  # fmt: skip

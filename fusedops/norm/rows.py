@@ -21,7 +21,7 @@ class Rows:
     Attributes:
         tensors: those given, None included; the ones that could not be read where they lie are replaced by copies.
         strides: three strides a tensor, in elements; zeros for None.
-        sizes: the two inner sizes of the rows' index.
+        sizes: the two inner sizes of the rows' index; ones where ``split`` is False.
         split: False where ``c`` alone is the row's index (``a = b = 0``).
     """
 
@@ -57,12 +57,14 @@ def as_rows(tensors: Sequence[torch.Tensor | None], dims: int) -> Rows:
     strides = tuple(
         (0, 0, 0) if t is None else tuple(t.stride(axis[0]) if axis else 0 for axis in (a, b, c)) for t in tensors
     )
-    return Rows(rows, width, tuple(tensors), strides, (size_b, size_c), len(split) > 1)  # type: ignore[arg-type]
+    if len(split) < 2:
+        return Rows(rows, width, tuple(tensors), strides, (1, 1), False)  # type: ignore[arg-type]
+    return Rows(rows, width, tuple(tensors), strides, (size_b, size_c), True)  # type: ignore[arg-type]
 
 
 def _matrix(rows: int, width: int, tensors: Sequence[torch.Tensor | None]) -> Rows:
     strides = tuple((0, 0, 0 if t is None else width) for t in tensors)
-    return Rows(rows, width, tuple(tensors), strides, (1, rows), False)
+    return Rows(rows, width, tuple(tensors), strides, (1, 1), False)
 
 
 def _unit_stride(tensor: torch.Tensor, dims: int) -> bool:

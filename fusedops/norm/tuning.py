@@ -40,6 +40,8 @@ class NormConfig:
     programs_per_multiprocessor: programs that share the rows of a backward, each with one partial sum of the
         weight's gradient.
     num_stages: steps of a backward's program whose loads are in flight.
+    num_ctas: blocks of threads, on a multiprocessor each, that a program of the backward is made of: a cluster, which
+        holds a row that is too wide for one (Hopper and later; Triton's reductions across a cluster came with 3.9).
     """
 
     block_m: int
@@ -48,6 +50,7 @@ class NormConfig:
     num_warps: int
     programs_per_multiprocessor: int = 1
     num_stages: int = 1
+    num_ctas: int = 1
 
 
 # A row of up to this many bytes is held by one program of the forward: it is read once.
@@ -60,18 +63,19 @@ _LOOP_BLOCK = {"forward": 4096, "backward": 1024}
 _LOOP_ROWS = {"forward": 1, "backward": 2}
 
 SPACE = tuple(
-    NormConfig(block_m, block_n, looped, num_warps, programs, num_stages)
+    NormConfig(block_m, block_n, looped, num_warps, programs, num_stages, num_ctas)
     for block_m in (1, 2, 4, 8, 16)
     for block_n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
     for looped in (False, True)
     for num_warps in (1, 2, 4, 8, 16, 32)
     for programs in (1, 2, 4)
     for num_stages in (1, 2, 3)
+    for num_ctas in (1, 2, 4)
 )
 
 
 def held(problem: NormProblem) -> int:
-    """The widest row, in elements, that one program holds."""
+    """The widest row, in elements, that one block of threads holds."""
     if problem.direction == "forward":
         return min(_HELD_BYTES // problem.itemsize, 16384 if problem.dropout else 32768)
     return _HELD_BACKWARD
@@ -85,13 +89,17 @@ def prune(config: NormConfig, problem: NormProblem, facts: DeviceFacts) -> str |
         return "more than half of the block is padding"
     if config.num_warps * facts.warp_size > 1024:
         return "more than 1024 threads a program"
-    if config.block_m * config.block_n > held(problem):
-        return f"more than {held(problem)} elements held in registers"
+    if config.block_m * config.block_n > held(problem) * config.num_ctas:
+        return f"more than {held(problem)} elements held in a multiprocessor's registers"
+    if config.num_ctas > 1 and facts.capability < 90:
+        return "clusters of blocks begin with sm_90"
+    if config.num_ctas > 1 and (config.looped or config.block_m > 1):
+        return "a cluster holds one wide row"
     if problem.direction == "forward":
         if config.looped and config.block_m > 1:
             return "a row is walked alone"
-        if config.num_stages > 1 or config.programs_per_multiprocessor > 1:
-            return "a forward's programs take one step"
+        if max(config.num_stages, config.programs_per_multiprocessor, config.num_ctas) > 1:
+            return "a forward's programs take one step, alone"
     return None
 
 
@@ -162,6 +170,7 @@ class GroupNormConfig:
     num_warps: int
     programs_per_multiprocessor: int = 2
     num_stages: int = 1
+    num_ctas: int = 1
 
 
 # A group of up to this many bytes is held by one program of the forward; its backward holds x and dy of this many

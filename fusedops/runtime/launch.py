@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def options(num_warps: int, num_stages: int | None = None) -> dict[str, int | bool]:
+def options(num_warps: int, num_stages: int | None = None, num_ctas: int = 1) -> dict[str, int | bool]:
     """Keyword options of a Triton launch.
 
     Fusing a multiply and an add is asked for by name: its default differs between Triton versions, and with it
@@ -12,6 +12,8 @@ def options(num_warps: int, num_stages: int | None = None) -> dict[str, int | bo
     named: dict[str, int | bool] = {"num_warps": num_warps, "enable_fp_fusion": True}
     if num_stages is not None:
         named["num_stages"] = num_stages
+    if num_ctas > 1:
+        named["num_ctas"] = num_ctas
     return named
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
+from unittest import mock
 
 import torch
 
+from fusedops.norm.tuning import NormConfig
+from fusedops.runtime.backend import HAS_TRITON
 from tests.harness.compile import BFLOAT16_TARGETS, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -66,6 +70,34 @@ def _backward(
     )
 
 
+def _cluster(width: int, num_ctas: int, *, kind: str, dropout: bool = False) -> Callable[[], object]:
+    """The backward of a row too wide for one multiprocessor, held by a cluster: what a search may find."""
+    from fusedops.norm import kernels_backward
+
+    call = _backward(width, _FP16, kind=kind, residual=_FP16, dropout=dropout)
+    config = NormConfig(1, width, False, 16, num_ctas=num_ctas)
+
+    def configured() -> object:
+        with mock.patch.object(kernels_backward, "resolve", return_value=config):
+            return call()
+
+    return configured
+
+
+def _clusters() -> list[Case]:
+    """Triton 3.7 and before cannot compile a reduction across a cluster."""
+    if not HAS_TRITON or tuple(map(int, metadata.version("triton").split(".")[:2])) < (3, 9):
+        return []
+    return [
+        Case(
+            f"backward_cluster_{kind}_{width}_float16",
+            lambda width=width, num_ctas=num_ctas, kind=kind: _cluster(width, num_ctas, kind=kind),
+            frozenset({"sm_90", "sm_100"}),
+        )
+        for kind, width, num_ctas in (("layer", 16384, 2), ("rms", 32768, 4))
+    ]
+
+
 def _cases() -> list[Case]:
     rms, plain = {"kind": "rms"}, {"affine": False}
     forward = [
@@ -110,4 +142,4 @@ def _cases() -> list[Case]:
     ]
 
 
-CASES = _cases()
+CASES = _cases() + _clusters()
