@@ -1,9 +1,20 @@
-"""Modules with torch.nn's constructors and state_dict keys that call fusedops' operators.
+"""Modules that call fusedops' operators.
 
-Each is a subclass of the torch.nn module of its name, so that a checkpoint of the one loads into the other, and code
-that asks ``isinstance`` treats them alike.
+Those named as one of torch.nn's are subclasses of it with its constructor and state_dict keys: a checkpoint of the one
+loads into the other, and code that asks ``isinstance`` treats them alike. So are ``AddLayerNorm`` and ``AddRMSNorm`` to
+the norms they end with. ``LayerNormLinear`` and ``LayerNormMLP`` name their parameters as Transformer Engine's do.
 """
 
-from fusedops.nn.modules import GroupNorm, LayerNorm, Linear, RMSNorm
+from fusedops.nn.linear import LayerNormLinear, LayerNormMLP, Linear
+from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, GroupNorm, LayerNorm, RMSNorm
 
-__all__ = ["GroupNorm", "LayerNorm", "Linear", "RMSNorm"]
+__all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "GroupNorm",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+]

@@ -74,14 +74,29 @@ def test_shows_itself_as_torchs_does(pair):
     assert repr(ours) == repr(theirs)
 
 
-@pytest.mark.parametrize("name", fusedops.nn.__all__)
+@pytest.mark.parametrize("name", [name for name in fusedops.nn.__all__ if hasattr(torch.nn, name.removeprefix("Add"))])
 def test_constructors_take_what_torchs_take(name):
-    theirs = inspect.signature(getattr(torch.nn, name)).parameters
+    theirs = inspect.signature(getattr(torch.nn, name.removeprefix("Add"))).parameters
     ours = inspect.signature(getattr(fusedops.nn, name)).parameters
     assert [*ours][: len(theirs)] == [*theirs]
     for parameter in theirs.values():
         assert ours[parameter.name].default == parameter.default
         assert ours[parameter.name].kind == parameter.kind
+
+
+def test_rms_norm_with_a_weight_offset(runner):
+    gemmas = fusedops.nn.RMSNorm(12, 1e-6, weight_offset=1.0, device=runner.device)
+    assert not gemmas.weight.any()
+    x = torch.randn(3, 12, device=runner.device)
+    torch.testing.assert_close(gemmas(x), fusedops.nn.RMSNorm(12, 1e-6, device=runner.device)(x))
+    torch.nn.init.normal_(gemmas.weight)
+    assert torch.equal(gemmas(x), fusedops.rms_norm(x, 12, gemmas.weight, 1e-6, weight_offset=1.0))
+    assert torch.equal(copy.deepcopy(gemmas)(x), gemmas(x))
+    assert repr(gemmas) == "RMSNorm((12,), eps=1e-06, elementwise_affine=True, weight_offset=1.0)"
+    gemmas.reset_parameters()
+    assert not gemmas.weight.any()
+    with pytest.raises(TypeError, match=r"^RMSNorm: weight_offset must be a number; got 'one'"):
+        fusedops.nn.RMSNorm(12, weight_offset="one")
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
