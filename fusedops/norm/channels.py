@@ -16,6 +16,11 @@ def as_channels(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(2) if tensor.dim() > 2 else tensor.unsqueeze(2)
 
 
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides, 0 for a dimension of one element, whose stride would spoil what is known of the alignment."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor of the shape and memory format of ``tensor`` (N, C, *), such as channels_last.
 

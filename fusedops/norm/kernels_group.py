@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
-from fusedops.norm.channels import as_channels, empty_like
+from fusedops.norm.channels import as_channels, empty_like, strides_of
 from fusedops.norm.tuning import GroupNormConfig, GroupNormProblem, default_group_config
 from fusedops.runtime.device import DeviceFacts, device_facts, device_guard
 from fusedops.runtime.launch import ceil_div, next_power_of_2, options
@@ -50,7 +50,7 @@ def tile_start(tile, spatial, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     return (tile // tiles) * BLOCK_C, (tile % tiles) * BLOCK_S
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def group_norm_forward_kernel(
     X,  # (N, C, S), strides x_strides
     W,  # (C,) or None
@@ -197,7 +197,7 @@ def group_norm_forward_looped_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def group_norm_statistics_kernel(
     X,
     PARTIALS,  # (4, rows, parts) float32: mean, its low part, centred sum of squares, number of elements
@@ -223,7 +223,7 @@ def group_norm_statistics_kernel(
     tl.store(at + 3 * plane, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def group_norm_normalize_kernel(
     X,
     W,
@@ -303,6 +303,7 @@ def group_norm_forward(
     x, y = as_channels(input), as_channels(output)
     w = None if weight is None else weight.contiguous()
     b = None if bias is None else bias.contiguous()
+    x_strides, y_strides = strides_of(x), strides_of(y)
     batch, channels, spatial = x.shape
     config = resolve(group_problem(x, num_groups, "forward"), device, default_group_config)
     rows = batch * num_groups
@@ -311,23 +312,23 @@ def group_norm_forward(
     with device_guard(input):
         if not config.looped:
             group_norm_forward_kernel[(ceil_div(batch, config.block_n) * num_groups,)](
-                x, w, b, y, mean, rstd, batch, num_groups, spatial, x.stride(), y.stride(), eps,
+                x, w, b, y, mean, rstd, batch, num_groups, spatial, x_strides, y_strides, eps,
                 BLOCK_N=config.block_n, **tile, **launch,
             )  # fmt: skip
             return output, mean, rstd
         parts = parts_of_a_row(rows, channels // num_groups, spatial, config, device_facts(device))
         if parts == 1:
             group_norm_forward_looped_kernel[(rows,)](
-                x, w, b, y, mean, rstd, num_groups, spatial, x.stride(), y.stride(), eps,
+                x, w, b, y, mean, rstd, num_groups, spatial, x_strides, y_strides, eps,
                 STAGES=config.num_stages, **tile, **launch,
             )  # fmt: skip
             return output, mean, rstd
         partials = torch.empty((4, rows, parts), dtype=torch.float32, device=device)
         group_norm_statistics_kernel[(rows * parts,)](
-            x, partials, num_groups, spatial, x.stride(), parts, STAGES=config.num_stages, **tile, **launch
+            x, partials, num_groups, spatial, x_strides, parts, STAGES=config.num_stages, **tile, **launch
         )
         group_norm_normalize_kernel[(rows * parts,)](
-            x, w, b, y, mean, rstd, partials, num_groups, spatial, x.stride(), y.stride(), parts, eps,
+            x, w, b, y, mean, rstd, partials, num_groups, spatial, x_strides, y_strides, parts, eps,
             PARTS=MAX_PARTS, **tile, **launch,
         )  # fmt: skip
     return output, mean, rstd

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
-from fusedops.norm.channels import as_channels, empty_like
+from fusedops.norm.channels import as_channels, empty_like, strides_of
 from fusedops.norm.kernels_backward import sum_partials
 from fusedops.norm.kernels_group import (
     channel_parameter,
@@ -29,7 +29,7 @@ from fusedops.runtime.device import device_facts, device_guard
 from fusedops.runtime.launch import ceil_div, options
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def group_norm_backward_kernel(
     DY,  # (N, C, S), strides dy_strides
     X,  # (N, C, S), strides x_strides
@@ -136,7 +136,7 @@ def _input_gradient(
         tl.store(DX + within_row(c, s, dx_strides), dx.to(DX.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def group_norm_backward_looped_kernel(
     DY,
     X,
@@ -195,7 +195,7 @@ def group_norm_backward_looped_kernel(
         tl.store(DB + at, db, mask=c_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "programs", "parts"])
 def group_norm_backward_sums_kernel(
     DY,
     X,
@@ -254,7 +254,7 @@ def group_norm_backward_sums_kernel(
         tl.store(DB + at, db, mask=c_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums", "parts"])
 def group_norm_input_gradient_kernel(
     DY,
     X,
@@ -319,7 +319,8 @@ def group_norm_backward(
     config = resolve(group_problem(x, num_groups, "backward"), device, default_group_config)
     facts = device_facts(device)
     dx_view = as_channels(dx) if need_dx else None
-    dx_strides = dx_view.stride() if dx_view is not None else x.stride()
+    dy_strides, x_strides = strides_of(dy), strides_of(x)
+    dx_strides = x_strides if dx_view is None else strides_of(dx_view)
     w = None if weight is None else weight.contiguous()
 
     blocks = ceil_div(channels, config.block_c)
@@ -345,20 +346,20 @@ def group_norm_backward(
                 tile["BLOCK_N"] = config.block_n
             kernel[(programs * num_groups,)](
                 dy, x, w, mean, rstd, dx_view, *partials, batch, num_groups, spatial,
-                dy.stride(), x.stride(), dx_strides, STAGES=config.num_stages, **tile, **launch,
+                dy_strides, x_strides, dx_strides, STAGES=config.num_stages, **tile, **launch,
             )  # fmt: skip
         else:
             shape = (batch, num_groups, blocks * parts)
             sums = [torch.empty(shape, dtype=torch.float32, device=device) if need_dx else None for _ in range(2)]
             group_norm_backward_sums_kernel[(programs * parts * num_groups * blocks,)](
-                dy, x, w, mean, rstd, *sums, *partials, batch, num_groups, spatial, dy.stride(), x.stride(),
+                dy, x, w, mean, rstd, *sums, *partials, batch, num_groups, spatial, dy_strides, x_strides,
                 programs, parts, STAGES=config.num_stages, **tile, **launch,
             )  # fmt: skip
             if need_dx:
                 rows = batch * num_groups
                 parts = parts_of_a_row(rows, channels, spatial, config, facts)
                 group_norm_input_gradient_kernel[(rows * parts,)](
-                    dy, x, w, mean, rstd, *sums, dx_view, num_groups, spatial, dy.stride(), x.stride(), dx_strides,
+                    dy, x, w, mean, rstd, *sums, dx_view, num_groups, spatial, dy_strides, x_strides, dx_strides,
                     shape[2], parts, BLOCK_SUMS=1024, **tile, **launch,
                 )  # fmt: skip
         pairs = [(sums, out) for sums, out in zip(partials, (dw, db), strict=True) if sums is not None]

@@ -286,19 +286,6 @@ def test_partial_sums_do_not_grow_with_the_batch(kernel_runner, monkeypatch):
     assert counts[0] == counts[1] < 300 / 32  # members of the batch a step
 
 
-def test_a_new_batch_or_size_compiles_nothing_new():
-    """Batch and positions are run-time values: they are no compile-time argument of a kernel."""
-    pytest.importorskip("triton")
-    from fusedops.norm import kernels_group, kernels_group_backward
-
-    for module in (kernels_group, kernels_group_backward):
-        for name, kernel in vars(module).items():
-            if name.endswith("_kernel") and name.startswith("group_norm"):
-                hints = kernel.fn.__annotations__
-                assert not {"N", "spatial", "groups", "parts"} & hints.keys(), name
-                assert hints, name
-
-
 @pytest.mark.interpreter
 def test_members_of_the_batch_far_apart(kernel_runner):
     """The stride fits in an int32, member times stride does not; the interpreter reports an int32 that overflows."""
