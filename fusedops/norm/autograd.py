@@ -43,12 +43,12 @@ class Norm(torch.autograd.Function):
             output, residual_out, mean, rstd = norm_op(
                 input, residual, weight, bias, seed, *arguments, out_dtype, recompute
             )
-        saved, saved_bias = input if residual is None else residual_out, None
+        saved, saved_bias, kept_mean = input if residual is None else residual_out, None, mean
         if recompute:
-            saved, saved_bias = output, bias
+            saved, saved_bias, kept_mean = output, bias, mean.new_empty(0)
         if not any(ctx.needs_input_grad[:3]):
             saved = None
-        ctx.save_for_backward(saved, weight, saved_bias, mean, rstd, seed)
+        ctx.save_for_backward(saved, weight, saved_bias, kept_mean, rstd, seed)
         ctx.dtypes = tuple(input.dtype if t is None else t.dtype for t in (input, residual, weight, bias))
         ctx.arguments = (*arguments, recompute)
         ctx.mark_non_differentiable(*(() if residual is not None else (residual_out,)), mean, rstd)

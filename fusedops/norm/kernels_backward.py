@@ -77,6 +77,18 @@ def _leave(
         tl.store(DX + at, grad.to(DX.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _accumulate(total, low, term, COMPENSATED: tl.constexpr):
+    """total + term, and by how much the totals so far are too large (Kahan 1965, doi 10.1145/363707.363723)."""
+    if COMPENSATED:
+        term = term - low
+        new = total + term
+        low = (new - total) - term
+    else:
+        new = total + term
+    return new, low
+
+
 @triton.jit(do_not_specialize=["rows", "size_b", "size_c"])  # a new row count must not compile again
 def norm_backward_kernel(
     DY,  # (rows, width)
@@ -105,6 +117,7 @@ def norm_backward_kernel(
     KIND: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     SPLIT: tl.constexpr,
+    COMPENSATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -115,10 +128,8 @@ def norm_backward_kernel(
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < width
     w = _scaled(W, cols, col_mask, weight_offset)
-    if DW is not None:
-        dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if DB is not None:
-        db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dw_low, db, db_low = dw, dw, dw
     for top in tl.range(program * BLOCK_M, rows, step, num_stages=STAGES):
         row = top + tl.arange(0, BLOCK_M)
         row_mask = row < rows
@@ -141,13 +152,13 @@ def norm_backward_kernel(
                 threshold, scale, BLOCK_N,
             )  # fmt: skip
         if DW is not None:
-            dw += dy * xhat
+            dw, dw_low = _accumulate(dw, dw_low, dy * xhat, COMPENSATED)
         if DB is not None:
-            db += dy
+            db, db_low = _accumulate(db, db_low, dy, COMPENSATED)
     if DW is not None:
-        tl.store(DW + program * width + cols, tl.sum(dw, axis=0), mask=col_mask)
+        tl.store(DW + program * width + cols, tl.sum(dw, axis=0) - tl.sum(dw_low, axis=0), mask=col_mask)
     if DB is not None:
-        tl.store(DB + program * width + cols, tl.sum(db, axis=0), mask=col_mask)
+        tl.store(DB + program * width + cols, tl.sum(db, axis=0) - tl.sum(db_low, axis=0), mask=col_mask)
 
 
 @triton.jit(do_not_specialize=["size_b", "size_c"])
@@ -224,6 +235,7 @@ def norm_backward_columns_kernel(
     KIND: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     SPLIT: tl.constexpr,
+    COMPENSATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -237,10 +249,8 @@ def norm_backward_columns_kernel(
     cols = first + tl.arange(0, BLOCK_N)
     col_mask = cols < width
     w = _scaled(W, cols, col_mask, weight_offset)
-    if DW is not None:
-        dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if DB is not None:
-        db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    dw_low, db, db_low = dw, dw, dw
     step = splits.to(tl.int64) * BLOCK_M
     for below in range(split * BLOCK_M, rows, step):
         row = rows - 1 - below - tl.arange(0, BLOCK_M)
@@ -263,13 +273,13 @@ def norm_backward_columns_kernel(
                 threshold, scale, BLOCK_N,
             )  # fmt: skip
         if DW is not None:
-            dw += dy * xhat
+            dw, dw_low = _accumulate(dw, dw_low, dy * xhat, COMPENSATED)
         if DB is not None:
-            db += dy
+            db, db_low = _accumulate(db, db_low, dy, COMPENSATED)
     if DW is not None:
-        tl.store(DW + split * width + cols, tl.sum(dw, axis=0), mask=col_mask)
+        tl.store(DW + split * width + cols, tl.sum(dw, axis=0) - tl.sum(dw_low, axis=0), mask=col_mask)
     if DB is not None:
-        tl.store(DB + split * width + cols, tl.sum(db, axis=0), mask=col_mask)
+        tl.store(DB + split * width + cols, tl.sum(db, axis=0) - tl.sum(db_low, axis=0), mask=col_mask)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -289,15 +299,17 @@ def sum_partials_kernel(
     mask = cols < width
     is_first = tl.program_id(0) < blocks
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    low = total
     for top in range(0, count, BLOCK_M):
         row = top + tl.arange(0, BLOCK_M)
         at = row[:, None].to(tl.int64) * width + cols[None, :]
         tile = (row < count)[:, None] & mask[None, :]
         if SECOND is None:
-            total += tl.load(FIRST + at, mask=tile, other=0.0)
+            term = tl.load(FIRST + at, mask=tile, other=0.0)
         else:
-            total += tl.load(tl.where(is_first, FIRST, SECOND) + at, mask=tile, other=0.0)
-    summed = tl.sum(total, axis=0)
+            term = tl.load(tl.where(is_first, FIRST, SECOND) + at, mask=tile, other=0.0)
+        total, low = _accumulate(total, low, term, True)
+    summed = tl.sum(total, axis=0) - tl.sum(low, axis=0)
     if is_first:
         tl.store(FIRST_OUT + cols, summed.to(FIRST_OUT.dtype.element_ty), mask=mask)
     if SECOND is not None:  # noqa: SIM102 (decided when compiling)
@@ -370,7 +382,7 @@ def norm_backward(
     ]
     threshold, scale = threshold_and_scale(dropout_p)
     flags = {"KIND": kind, "FROM_OUTPUT": from_output, "SPLIT": view.split}
-    tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    tile = {"COMPENSATED": config.compensated, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     launch = options(config.num_warps, num_ctas=config.num_ctas)
     with device_guard(grad_output):
         if not config.looped:

@@ -116,7 +116,12 @@ def norm_forward_kernel(
         # The padded tail must be zero again after centring, or it would count as (0 - mean)².
         x = tl.where(mask, x - mean[:, None], 0.0)
         tl.store(MEAN + row, mean, mask=row_mask)
-    rstd = _reciprocal(tl.sum(x * x, axis=1), width, eps, KIND)
+        rest = tl.sum(x, axis=1) / width  # what rounding left out of the mean
+        square = tl.sum(x * x, axis=1) - rest * rest * width
+        x = x - rest[:, None]
+    else:
+        square = tl.sum(x * x, axis=1)
+    rstd = _reciprocal(square, width, eps, KIND)
     tl.store(RSTD + row, rstd, mask=row_mask)
     y = _affine(x * rstd[:, None], W, B, cols, col_mask, weight_offset)
     tl.store(Y + row[:, None] * width + cols[None, :], y.to(Y.dtype.element_ty), mask=mask)

@@ -52,6 +52,11 @@ class NormConfig:
     num_stages: int = 1
     num_ctas: int = 1
 
+    @property
+    def compensated(self) -> bool:
+        """Whether sums over rows keep what rounding leaves out of them: where registers have room for that."""
+        return self.block_m * self.block_n < _HELD_BACKWARD
+
 
 # A row of up to this many bytes is held by one program of the forward: it is read once.
 _HELD_BYTES = 65536

@@ -288,12 +288,12 @@ def test_philox_gives_the_published_numbers():
         assert tuple(int(w) for w in words) == expected
 
 
-X8 = torch.ones(8)
+X8, META = torch.ones(8), torch.ones(2, 8, device="meta")
 
 WRONG = {
     "residual is a list": (TypeError, "residual must be a torch.Tensor", {"residual": [1.0]}),
     "residual has another shape": (ValueError, r"residual must be of input's shape \(2, 8\)", {"residual": X8}),
-    "residual is elsewhere": (ValueError, "residual must be on the device of", {"residual": X8.to("meta").expand(2, 8)}),
+    "residual is elsewhere": (ValueError, "residual must be on the device of", {"residual": META}),
     "dropout_p is above one": (ValueError, "dropout_p must be a probability from 0 to 1; got 1.5", {"dropout_p": 1.5}),
     "dropout_p is negative": (ValueError, "dropout_p must be a probability", {"dropout_p": -0.1}),
     "dropout_p is NaN": (ValueError, "dropout_p must be a probability", {"dropout_p": float("nan")}),
