@@ -50,8 +50,9 @@ def _gelu_derivative(z: torch.Tensor) -> torch.Tensor:
 def _gelu_tanh_derivative(z: torch.Tensor) -> torch.Tensor:
     """d/dz z σ(2u) = σ(2u) + z σ(2u) (1 - σ(2u)) 2u′ with u = √(2/π) (z + 0.044715 z³); σ(2u) = (1 + tanh u) / 2."""
     c = math.sqrt(2 / math.pi)
-    s = torch.sigmoid(2 * c * (z + 0.044715 * z * z * z))
-    return s + z * s * (1 - s) * (2 * c * (1 + 3 * 0.044715 * z * z))
+    two_u = 2 * c * (z + 0.044715 * z * z * z)
+    s = torch.sigmoid(two_u)
+    return s + z * s * torch.sigmoid(-two_u) * (2 * c * (1 + 3 * 0.044715 * z * z))
 
 
 def _silu_derivative(z: torch.Tensor) -> torch.Tensor:
@@ -65,7 +66,7 @@ ACTIVATIONS: dict[str, Activation] = {
     for a in (
         Activation("relu", F.relu, _relu_derivative, "output", 6),
         Activation("gelu", F.gelu, _gelu_derivative, "preactivation", 48),
-        Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, "preactivation", 31),
+        Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, "preactivation", 32),
         Activation("silu", F.silu, _silu_derivative, "preactivation", 22),
     )
 }

@@ -58,9 +58,10 @@ def times_derivative(dy, s, ACTIVATION: tl.constexpr):
         # Φ(z) + z φ(z)
         dy = dy * (0.5 + 0.5 * tl.erf(s * 0.7071067811865476) + s * 0.3989422804014327 * tl.exp(-0.5 * s * s))
     elif ACTIVATION == "gelu_tanh":
-        # σ + z σ (1 - σ) 2u′
-        g = sigmoid(1.5957691216057308 * (s + 0.044715 * s * s * s))
-        dy = dy * (g + s * g * (1.0 - g) * (1.5957691216057308 * (1.0 + 0.134145 * s * s)))
+        # σ + z σ (1 - σ) 2u′, with 1 - σ(2u) as σ(2u) e^(-2u): the difference would cancel where σ is nearly 1
+        e = tl.exp(tl.minimum(-1.5957691216057308 * (s + 0.044715 * s * s * s), 80.0))
+        g = 1.0 / (1.0 + e)
+        dy = dy * (g + s * g * (g * e) * (1.5957691216057308 * (1.0 + 0.134145 * s * s)))
     elif ACTIVATION == "silu":
         g = sigmoid(s)
         dy = dy * (g * (1.0 + s * (1.0 - g)))
