@@ -67,16 +67,15 @@ _HELD_BACKWARD = 8192
 _LOOP_BLOCK = {"forward": 4096, "backward": 1024}
 _LOOP_ROWS = {"forward": 1, "backward": 2}
 
-SPACE = tuple(
-    NormConfig(block_m, block_n, looped, num_warps, programs, num_stages, num_ctas)
-    for block_m in (1, 2, 4, 8, 16)
-    for block_n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-    for looped in (False, True)
-    for num_warps in (1, 2, 4, 8, 16, 32)
-    for programs in (1, 2, 4)
-    for num_stages in (1, 2, 3)
-    for num_ctas in (1, 2, 4)
-)
+
+def norm_space(problem: NormProblem) -> Iterator[NormConfig]:
+    """The configurations that may be searched, before they are pruned."""
+    backward = problem.direction == "backward"
+    whole = max(16, next_power_of_2(problem.width))
+    blocks = [(whole, False)] + [(block_n, True) for block_n in (1024, 2048, 4096, 8192) if block_n < whole]
+    for (block_n, looped), block_m, num_warps in itertools.product(blocks, (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)):
+        for more in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4)) if backward else [(1, 1, 1)]:
+            yield NormConfig(block_m, block_n, looped, num_warps, *more)
 
 
 def held(problem: NormProblem) -> int:
@@ -90,8 +89,6 @@ def prune(config: NormConfig, problem: NormProblem, facts: DeviceFacts) -> str |
     """Why the configuration cannot or should not serve the problem on this device; None: it can."""
     if not config.looped and config.block_n < problem.width:
         return "the block is narrower than the row"
-    if not config.looped and config.block_n >= 2 * max(problem.width, 16):
-        return "more than half of the block is padding"
     if config.num_warps * facts.warp_size > 1024:
         return "more than 1024 threads a program"
     if config.block_m * config.block_n > held(problem) * config.num_ctas:
@@ -126,14 +123,8 @@ def default_config(problem: NormProblem, facts: DeviceFacts) -> NormConfig:
     # From 8192 elements one program fills a multiprocessor: the next row's loads must be under way meanwhile.
     alone = block_n >= _HELD_BACKWARD
     programs = 4 if num_warps <= 4 else 1 if alone else 2
-    return NormConfig(
-        block_m,
-        block_n,
-        False,
-        num_warps,
-        programs,
-        2 if alone and problem.itemsize == 2 and not problem.dropout else 1,
-    )
+    num_stages = 2 if alone and problem.itemsize == 2 and not problem.dropout else 1
+    return NormConfig(block_m, block_n, False, num_warps, programs, num_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +166,6 @@ class GroupNormConfig:
     num_warps: int
     programs_per_multiprocessor: int = 2
     num_stages: int = 1
-    num_ctas: int = 1
 
 
 # A group of up to this many bytes is held by one program of the forward; its backward holds x and dy of this many
