@@ -51,7 +51,9 @@ class Norm(torch.autograd.Function):
         ctx.save_for_backward(saved, weight, saved_bias, kept_mean, rstd, seed)
         ctx.dtypes = tuple(input.dtype if t is None else t.dtype for t in (input, residual, weight, bias))
         ctx.arguments = (*arguments, recompute)
-        ctx.mark_non_differentiable(*(() if residual is not None else (residual_out,)), mean, rstd)
+        # Parameters are no part of the sum: without a gradient of its own terms it is a constant.
+        sum_has_gradient = residual is not None and any(ctx.needs_input_grad[:2])
+        ctx.mark_non_differentiable(*(() if sum_has_gradient else (residual_out,)), mean, rstd)
         ctx.set_materialize_grads(False)
         return output, residual_out, mean, rstd
 
@@ -92,10 +94,18 @@ def _norm(
     recompute: bool,
 ) -> _Outputs:
     if can_launch(input):
-        from fusedops.norm.kernels_forward import norm_forward as forward
-    else:
-        forward = reference.norm
-    return forward(input, residual, weight, bias, seed, dims, eps, weight_offset, kind, dropout_p, out_dtype)
+        from fusedops.norm.kernels_forward import norm_forward
+
+        return norm_forward(input, residual, weight, bias, seed, dims, eps, weight_offset, kind, dropout_p, out_dtype)
+    return _contiguous(
+        reference.norm(input, residual, weight, bias, seed, dims, eps, weight_offset, kind, dropout_p, out_dtype)
+    )
+
+
+def _contiguous(results: _Outputs) -> _Outputs:
+    """In the strides that the fake functions promise: torch's operators keep those of their inputs."""
+    a, b, c, d = (t.contiguous() for t in results)
+    return a, b, c, d
 
 
 def _norm_fake(
@@ -140,14 +150,15 @@ def _norm_backward(
     needs: list[bool],
     *dtypes: torch.dtype,
 ) -> _Outputs:
-    if can_launch(grad_output):
-        from fusedops.norm.kernels_backward import norm_backward as backward
-    else:
-        backward = reference.norm_backward
-    return backward(
+    arguments = (
         grad_output, grad_residual, saved, weight, bias, mean, rstd, seed,
         dims, eps, weight_offset, kind, dropout_p, from_output, tuple(needs), dtypes,
     )  # fmt: skip
+    if can_launch(grad_output):
+        from fusedops.norm.kernels_backward import norm_backward
+
+        return norm_backward(*arguments)
+    return _contiguous(reference.norm_backward(*arguments))
 
 
 def _norm_backward_fake(grad_output: torch.Tensor, *rest: Any) -> _Outputs:

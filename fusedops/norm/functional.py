@@ -26,25 +26,28 @@ from fusedops.runtime.dropout import draw_seed
 _EPS = {torch.float64: torch.finfo(torch.float64).eps}
 _EPS_FLOAT32 = torch.finfo(torch.float32).eps
 
+# Python's, those of a shape that is traced, and numpy's.
+_INTEGERS = (int, torch.SymInt, numbers.Integral)
+
 # Column indices are int32 in the kernels, with room for a block past the end.
 _MAX_WIDTH = 2**30
 
 
 def _check_shape(function: str, input: torch.Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     check_tensor(function, "input", input)
-    if isinstance(normalized_shape, int):
+    if isinstance(normalized_shape, _INTEGERS):
         shape: tuple[int, ...] = (normalized_shape,)
     else:
         try:
             shape = tuple(normalized_shape)
         except TypeError:
             wrong_type(function, "normalized_shape", "an int or a sequence of ints", normalized_shape)
+    for size in shape:
+        if not isinstance(size, _INTEGERS) or isinstance(size, bool):
+            wrong_type(function, "normalized_shape", "an int or a sequence of ints", normalized_shape)
     if not shape:
         wrong_value(function, "normalized_shape", "of at least one dimension", normalized_shape)
     if input.shape[-len(shape) :] != shape:
-        for size in shape:
-            if not isinstance(size, (int, torch.SymInt)):
-                wrong_type(function, "normalized_shape", "an int or a sequence of ints", normalized_shape)
         wrong_value(function, "normalized_shape", f"the last dimensions of input {tuple(input.shape)}", shape)
     return shape
 
@@ -143,13 +146,13 @@ def _check_add_rms_norm(  # type: ignore[no-untyped-def]
 
 def _check_l2_norm(input, dim=-1, eps=1e-12, *, out_dtype=None):  # type: ignore[no-untyped-def]
     check_tensor("l2_norm", "input", input)
-    if not isinstance(dim, int) or isinstance(dim, bool):
+    if not isinstance(dim, _INTEGERS) or isinstance(dim, bool):
         wrong_type("l2_norm", "dim", "an int", dim)
     if not -input.dim() <= dim < input.dim():
         wrong_value("l2_norm", "dim", f"a dimension of input {tuple(input.shape)}", dim)
     check_number("l2_norm", "eps", eps)
     _check_options("l2_norm", out_dtype, False)
-    return dim % input.dim()
+    return int(dim) % input.dim()
 
 
 def _check_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, out_dtype=None):  # type: ignore[no-untyped-def]
@@ -158,7 +161,7 @@ def _check_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, ou
     if input.dim() < 2:
         wrong_value(function, "input", "of shape (N, C, *), at least two dimensions", input)
     channels = input.shape[1]
-    if not isinstance(num_groups, (int, torch.SymInt, numbers.Integral)) or isinstance(num_groups, bool):
+    if not isinstance(num_groups, _INTEGERS) or isinstance(num_groups, bool):
         wrong_type(function, "num_groups", "an int", num_groups)
     if num_groups < 1 or channels % num_groups:
         wrong_value(function, "num_groups", f"a positive divisor of input's {channels} channels", num_groups)
@@ -271,7 +274,7 @@ def layer_norm(
     ):
         dtype = out_dtype or reference.output_dtype(input)
         return norm_op(input, None, weight, bias, None, len(shape), float(eps), 0.0, "layer", 0.0, dtype, recompute)[0]
-    return reference.torch_norm(input, shape, weight, bias, eps, 0.0, "layer", out_dtype)
+    return reference.torch_norm(input, shape, weight, bias, float(eps), 0.0, "layer", out_dtype)
 
 
 @explainable(_rms_norm_reasons)
@@ -324,7 +327,7 @@ def rms_norm(
         return norm_op(
             input, None, weight, None, None, len(shape), float(eps), float(weight_offset), "rms", 0.0, dtype, recompute
         )[0]
-    return reference.torch_norm(input, shape, weight, None, eps, weight_offset, "rms", out_dtype)
+    return reference.torch_norm(input, shape, weight, None, float(eps), float(weight_offset), "rms", out_dtype)
 
 
 @explainable(_add_layer_norm_reasons)
@@ -383,7 +386,7 @@ def add_layer_norm(
             recompute,
         )[:2]  # fmt: skip
     return reference.torch_add_norm(
-        input, residual, shape, weight, bias, eps, 0.0, "layer", float(dropout_p), out_dtype
+        input, residual, shape, weight, bias, float(eps), 0.0, "layer", float(dropout_p), out_dtype
     )
 
 
@@ -438,7 +441,7 @@ def add_rms_norm(
             float(dropout_p), dtype, recompute,
         )[:2]  # fmt: skip
     return reference.torch_add_norm(
-        input, residual, shape, weight, None, eps, weight_offset, "rms", float(dropout_p), out_dtype
+        input, residual, shape, weight, None, float(eps), float(weight_offset), "rms", float(dropout_p), out_dtype
     )
 
 
@@ -456,7 +459,7 @@ def l2_norm(
             strides.
         dim: the dimension that holds the vectors.
         eps: the least length that is divided by. A shorter vector is divided by ``eps``.
-        out_dtype: dtype of the result. None: that of ``input``.
+        out_dtype: dtype of the result. None: that of ``input`` (float32 under autocast on a GPU, as torch's).
 
     Returns:
         Shape of ``input``, dtype as above.
@@ -473,14 +476,14 @@ def l2_norm(
     if might_use_triton(input.device) and use_triton(
         "l2_norm", unsupported(input, (input.shape[dim],), out_dtype), input.device
     ):
-        dtype = out_dtype or input.dtype
+        dtype = out_dtype or reference.output_dtype(input)
         rows = input.movedim(dim, -1)
         output = norm_op(rows, None, None, None, None, 1, float(eps), 0.0, "l2", 0.0, dtype, False)[0]
         return output.movedim(-1, dim)
-    if out_dtype is None or out_dtype == input.dtype:
-        return torch.nn.functional.normalize(input, 2.0, dim, eps)
+    if out_dtype is None or out_dtype == reference.output_dtype(input):
+        return torch.nn.functional.normalize(input, 2.0, dim, float(eps))
     return reference.torch_norm(
-        input.movedim(dim, -1), (input.shape[dim],), None, None, eps, 0.0, "l2", out_dtype
+        input.movedim(dim, -1), (input.shape[dim],), None, None, float(eps), 0.0, "l2", out_dtype
     ).movedim(-1, dim)
 
 

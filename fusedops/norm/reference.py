@@ -151,7 +151,7 @@ def torch_norm(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The torch backend: torch's own fused operator wherever it means the same, else :func:`norm`."""
-    if out_dtype is None or out_dtype == input.dtype:
+    if out_dtype is None or out_dtype == output_dtype(input):
         if kind == "layer":
             # torch.layer_norm is what F.layer_norm calls, without the cost of its wrapper.
             if _torch_takes(input, weight, bias):
@@ -277,7 +277,7 @@ def torch_group_norm(
     """The torch backend: torch's own operator wherever it means the same, else :func:`group_norm`."""
     # torch's gradients of weight and bias are NaN, not 0, without positions; that of a bias without a weight raises.
     right = input.numel() > 0 and (bias is None or weight is not None)
-    if out_dtype in (None, input.dtype) and right and _torch_takes(input, weight, bias):
+    if out_dtype in (None, output_dtype(input)) and right and _torch_takes(input, weight, bias):
         return torch.group_norm(input, num_groups, weight, bias, eps)
     return group_norm(input, weight, bias, num_groups, eps, out_dtype or output_dtype(input))[0]
 

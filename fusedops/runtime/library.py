@@ -58,6 +58,11 @@ def _autograd_formula(function: type[torch.autograd.Function], op: Callable[...,
                 f"fusedops {function.__name__}: the fused kernels have no forward-mode derivative. {_HINT}"
             )
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(
+                    f"fusedops {function.__name__}: the fused kernels have no derivative under torch.func's"
+                    f" transforms (grad, vjp, vmap of what requires a gradient, …). {_HINT}"
+                )
             return function.apply(*args)
         with below_autograd():
             return op(*args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,9 @@ WRONG = {
     "normalized_shape is empty": (ValueError, "normalized_shape must be of at least one dimension", (X, ()), {}),
     "normalized_shape is a float": (TypeError, "normalized_shape must be an int", (X, 8.0), {}),
     "normalized_shape holds a float": (TypeError, "normalized_shape must be an int", (X, (8.5,)), {}),
+    "normalized_shape holds an equal float": (TypeError, "normalized_shape must be an int", (X, (8.0,)), {}),
+    "normalized_shape is a tensor": (TypeError, "normalized_shape must be an int", (X, torch.tensor([8])), {}),
+    "normalized_shape is a bool": (TypeError, "normalized_shape must be an int", (X[:, :1], True), {}),
     "weight is a list": (TypeError, "weight must be a torch.Tensor", (X, 8, [1.0] * 8), {}),
     "weight has another shape": (ValueError, r"weight must be of normalized_shape \(8,\)", (X, 8, torch.ones(4)), {}),
     "weight is integral": (TypeError, "weight must be a floating-point tensor", (X, 8, INTEGERS), {}),
@@ -54,4 +59,16 @@ def test_wrong_weight_offset():
 @pytest.mark.parametrize("function", [fusedops.layer_norm, fusedops.rms_norm], ids=lambda f: f.__name__)
 def test_numpys_numbers_are_numbers(runner, function):
     x = torch.randn(2, 8, device=runner.device)
-    assert torch.equal(function(x, 8, eps=np.float32(0.5)), function(x, 8, eps=0.5))
+    for eps in (np.float32(0.5), Fraction(1, 2)):
+        assert torch.equal(function(x, np.int64(8), eps=eps), function(x, 8, eps=0.5))
+
+
+def test_any_real_number_is_taken(runner):
+    x, weight = torch.randn(2, 8, device=runner.device), torch.randn(8, device=runner.device)
+    half = Fraction(1, 2)
+    assert torch.equal(
+        fusedops.rms_norm(x, 8, weight, weight_offset=half), fusedops.rms_norm(x, 8, weight, None, weight_offset=0.5)
+    )
+    assert torch.equal(fusedops.l2_norm(x, np.int64(0), half), fusedops.l2_norm(x, 0, 0.5))
+    for a, b in zip(*(fusedops.add_rms_norm(x, x, 8, weight, n, weight_offset=n) for n in (half, 0.5)), strict=True):
+        assert torch.equal(a, b)

@@ -30,6 +30,24 @@ def test_opcheck(kernel_runner, center, affine):
     )
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "plain"])
+def test_opcheck_of_the_formula(kind, residual):
+    """What the op computes where its kernels cannot run: results in the strides that the fake function promises."""
+    x, r = (randn(3, 4, 24, dtype=torch.float64).transpose(0, 1) for _ in range(2))
+    weight = randn(24, dtype=torch.float64)
+    op, arguments = torch.ops.fusedops.norm.default, (1, 1e-5, 0.0, kind, 0.0, torch.float64, False)
+    inputs = (x.requires_grad_(), r if residual else None, weight.requires_grad_(), None, None)
+    torch.library.opcheck(op, (*inputs, *arguments))
+    x, weight = x.detach(), weight.detach()
+    _, _, mean, rstd = op(x, None, weight, None, None, *arguments)
+    needs, dtypes = [True, False, True, False], [torch.float64] * 4
+    torch.library.opcheck(
+        torch.ops.fusedops.norm_backward.default,
+        (torch.randn_like(x), None, x, weight, None, mean, rstd, None, 1, 1e-5, 0.0, kind, 0.0, False, needs, *dtypes),
+    )
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_compiled_equals_eager(runner, norm, dynamic):
@@ -122,3 +140,62 @@ def test_export_then_run_and_backward(kernel_runner):
     assert torch.equal(y, model(x))
     grads = [torch.autograd.grad(out.sum(), x)[0] for out in (y, model(x))]
     assert torch.equal(*grads)
+
+
+def test_a_traced_width(kernel_runner):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def function(x):
+        return fusedops.layer_norm(x, x.shape[-1]) + fusedops.rms_norm(x, x.shape[1:])
+
+    graph = make_fx(function, tracing_mode="symbolic")(randn(3, 8, device=kernel_runner.device))
+    x = randn(2, 20, device=kernel_runner.device)
+    assert torch.equal(graph(x), function(x))
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_torch_funcs_gradients_name_the_way_out(kernel_runner, norm):
+    x = randn(3, 24, device=kernel_runner.device)
+
+    def loss(x):
+        return norm.fused(x, (24,), None, None).square().sum()
+
+    with pytest.raises(RuntimeError, match=r'no derivative under torch.func.*fusedops.backend\("torch"\)'):
+        torch.func.grad(loss)(x)
+    with fusedops.backend("torch"):
+        assert torch.func.grad(loss)(x).shape == x.shape
+    rows = torch.vmap(lambda row: norm.fused(row, (24,), None, None))(x)
+    assert torch.equal(rows, norm.fused(x, (24,), None, None))
+
+
+FUNCTIONS = {
+    "layer_norm": (fusedops.layer_norm, torch.nn.functional.layer_norm, ((4,),)),
+    "rms_norm": (fusedops.rms_norm, torch.nn.functional.rms_norm, ((4,),)),
+    "l2_norm": (fusedops.l2_norm, torch.nn.functional.normalize, ()),
+    "group_norm": (fusedops.group_norm, torch.nn.functional.group_norm, (2,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dtypes_under_autocast_on_a_gpu(monkeypatch, name, dtype):
+    """With fake tensors: torch decides by the device that a tensor says it is on."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    function, torchs, arguments = FUNCTIONS[name]
+    enabled, half = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.float16)
+    try:
+        with FakeTensorMode():
+            x = torch.empty(2, 8, 4, device="cuda", dtype=dtype)
+            expected = torchs(x, *arguments).dtype
+            for kernels in (False, True):  # which of the two paths the function takes
+                monkeypatch.setattr(f"{function.__module__}.might_use_triton", lambda _, kernels=kernels: kernels)
+                monkeypatch.setattr(f"{function.__module__}.use_triton", lambda *_: True)
+                assert function(x, *arguments).dtype == expected
+                for asked in (torch.float32, torch.float16, torch.bfloat16):
+                    assert function(x, *arguments, out_dtype=asked).dtype == asked
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", half)

@@ -73,6 +73,19 @@ def tensors(runner, width, dtypes, rows=(2, 3), parameter_dtype=None, layout="co
     return x, r, weight, bias
 
 
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_the_sum_has_a_gradient_only_if_a_term_has(runner, norm, p):
+    for wanted in itertools.product((True, False), repeat=2):
+        x, r, weight, _ = tensors(runner, 24, (torch.float32,) * 2)
+        x, r = (t.detach().requires_grad_(want) for t, want in zip((x, r), wanted, strict=True))
+        output, stream = fused(norm, x, r, 24, weight, dropout_p=p)
+        assert output.requires_grad
+        assert stream.requires_grad == any(wanted)
+        (output.sum() + stream.sum()).backward()
+        assert weight.grad is not None
+
+
 @WIDTHS
 @pytest.mark.parametrize("dtypes", STREAMS, ids=lambda d: "input_{}_residual_{}".format(*(str(t)[6:] for t in d)))
 @pytest.mark.parametrize("norm", NORMS, ids=str)
