@@ -62,9 +62,7 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor | None, grad_residual: torch.Tensor | None, *_: Any) -> Any:
         rest = (None,) * 8
         if grad_output is None:
-            if grad_residual is None:
-                return None, None, None, None, *rest
-            grad_output = grad_residual.new_zeros(()).expand(grad_residual.shape)
+            return *Norm.backward_of_the_sum(ctx, grad_residual), None, None, *rest
         saved, weight, bias, mean, rstd, seed = ctx.saved_tensors
         dims, eps, weight_offset, kind, dropout_p, from_output = ctx.arguments
         needs, dtypes = list(ctx.needs_input_grad[:4]), ctx.dtypes
@@ -77,6 +75,23 @@ class Norm(torch.autograd.Function):
         )  # fmt: skip
         dx, dresidual, dw, db = (grad if need else None for grad, need in zip(grads, needs, strict=True))
         return dresidual if shared else dx, dresidual, dw, db, *rest
+
+    @staticmethod
+    def backward_of_the_sum(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of input and residual where no gradient arrives at the output: that of the sum alone, exactly."""
+        if grad is None:
+            return None, None
+        *_, rstd, seed = ctx.saved_tensors
+        dims, eps, _, _, dropout_p, _ = ctx.arguments
+        (need_dx, need_dresidual, *_), dtypes = ctx.needs_input_grad, ctx.dtypes
+        dx = grad
+        if need_dx and seed is not None:
+            # A rstd of 0: nothing comes through the norm, whatever has gone into it.
+            dx, *_ = norm_backward_op(
+                grad, grad, grad, None, None, rstd.new_empty(0), torch.zeros_like(rstd), seed,
+                dims, eps, 0.0, "rms", dropout_p, False, [True, False, False, False], *dtypes,
+            )  # fmt: skip
+        return dx.to(dtypes[0]) if need_dx else None, grad.to(dtypes[1]) if need_dresidual else None
 
 
 def _norm(

@@ -117,12 +117,14 @@ def norm_backward_kernel(
     KIND: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,  # width and strides are counted in it
     COMPENSATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Program i owns rows i·BLOCK_M …, (i + programs)·BLOCK_M …, and partial sum i; rows fit in BLOCK_N columns."""
+    width = width * UNIT
     program = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * BLOCK_M
     cols = tl.arange(0, BLOCK_N)
@@ -134,10 +136,10 @@ def norm_backward_kernel(
         row = top + tl.arange(0, BLOCK_M)
         row_mask = row < rows
         mask = row_mask[:, None] & col_mask[None, :]
-        dy_at = row_offset(row, size_b, size_c, dy_strides, SPLIT)[:, None] + cols[None, :]
+        dy_at = row_offset(row, size_b, size_c, dy_strides, SPLIT, UNIT)[:, None] + cols[None, :]
         dy = tl.load(DY + dy_at, mask=mask, other=0.0).to(tl.float32)
         if SAVED is not None:
-            at = row_offset(row, size_b, size_c, saved_strides, SPLIT)[:, None] + cols[None, :]
+            at = row_offset(row, size_b, size_c, saved_strides, SPLIT, UNIT)[:, None] + cols[None, :]
             saved = tl.load(SAVED + at, mask=mask, other=0.0)
             rstd = tl.load(RSTD + row, mask=row_mask, other=0.0)
             xhat = _normalised(saved, B, MEAN, row, row_mask, cols, col_mask, w, rstd, KIND, FROM_OUTPUT)
@@ -146,7 +148,7 @@ def norm_backward_kernel(
             grad = g - xhat * _c1(tl.sum(g * xhat, axis=1), rstd, width, eps, KIND)[:, None]
             if KIND == "layer":
                 grad = grad - (tl.sum(g, axis=1) / width)[:, None]
-            residual_at = row_offset(row, size_b, size_c, residual_strides, SPLIT)[:, None] + cols[None, :]
+            residual_at = row_offset(row, size_b, size_c, residual_strides, SPLIT, UNIT)[:, None] + cols[None, :]
             _leave(
                 grad * rstd[:, None], GRAD_RESIDUAL, DX, DRESIDUAL, SEED, residual_at, row, 0, width, mask,
                 threshold, scale, BLOCK_N,
@@ -181,13 +183,15 @@ def norm_backward_means_kernel(
     KIND: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,  # width and strides are counted in it
     BLOCK_N: tl.constexpr,
 ):
     """c₁ and c₂ of wide rows: program i owns row i, walked in blocks."""
+    width = width * UNIT
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     row_mask = row >= 0
-    dy_row = DY + row_offset(row, size_b, size_c, dy_strides, SPLIT)[:, None]
-    saved_row = row_offset(row, size_b, size_c, saved_strides, SPLIT)[:, None]
+    dy_row = DY + row_offset(row, size_b, size_c, dy_strides, SPLIT, UNIT)[:, None]
+    saved_row = row_offset(row, size_b, size_c, saved_strides, SPLIT, UNIT)[:, None]
     rstd = tl.load(RSTD + row)
     sum_gx = tl.zeros((1,), dtype=tl.float32)
     sum_g = tl.zeros((1,), dtype=tl.float32)
@@ -235,6 +239,7 @@ def norm_backward_columns_kernel(
     KIND: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,  # width and strides are counted in it
     COMPENSATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -243,6 +248,7 @@ def norm_backward_columns_kernel(
 
     Rows are taken from the last to the first: those that the kernel before has read last may still be in the cache.
     """
+    width = width * UNIT
     splits = tl.num_programs(0) // tl.cdiv(width, BLOCK_N)
     split = (tl.program_id(0) % splits).to(tl.int64)
     first = tl.program_id(0) // splits * BLOCK_N
@@ -256,10 +262,10 @@ def norm_backward_columns_kernel(
         row = rows - 1 - below - tl.arange(0, BLOCK_M)
         row_mask = row >= 0
         mask = row_mask[:, None] & col_mask[None, :]
-        dy_at = row_offset(row, size_b, size_c, dy_strides, SPLIT)[:, None] + cols[None, :]
+        dy_at = row_offset(row, size_b, size_c, dy_strides, SPLIT, UNIT)[:, None] + cols[None, :]
         dy = tl.load(DY + dy_at, mask=mask, other=0.0).to(tl.float32)
         if SAVED is not None:
-            at = row_offset(row, size_b, size_c, saved_strides, SPLIT)[:, None] + cols[None, :]
+            at = row_offset(row, size_b, size_c, saved_strides, SPLIT, UNIT)[:, None] + cols[None, :]
             saved = tl.load(SAVED + at, mask=mask, other=0.0)
             rstd = tl.load(RSTD + row, mask=row_mask, other=0.0)
             xhat = _normalised(saved, B, MEAN, row, row_mask, cols, col_mask, w, rstd, KIND, FROM_OUTPUT)
@@ -267,7 +273,7 @@ def norm_backward_columns_kernel(
             grad = dy * w - xhat * tl.load(C1 + row, mask=row_mask, other=0.0)[:, None]
             if KIND == "layer":
                 grad = grad - tl.load(C2 + row, mask=row_mask, other=0.0)[:, None]
-            residual_at = row_offset(row, size_b, size_c, residual_strides, SPLIT)[:, None] + cols[None, :]
+            residual_at = row_offset(row, size_b, size_c, residual_strides, SPLIT, UNIT)[:, None] + cols[None, :]
             _leave(
                 grad * rstd[:, None], GRAD_RESIDUAL, DX, DRESIDUAL, SEED, residual_at, row, first, width, mask,
                 threshold, scale, BLOCK_N,
@@ -363,7 +369,7 @@ def norm_backward(
         return grads  # type: ignore[return-value]
     dx, dresidual, dw, db = (grad if need else None for grad, need in zip(grads, needs, strict=True))
     view = as_rows((grad_output, grad_residual, saved), dims)
-    (dy, dr, x), (dy_strides, dr_strides, x_strides) = view.tensors, view.strides
+    (dy, dr, x), (units, (dy_strides, dr_strides, x_strides)) = view.tensors, view.counted()
     rows, width = view.rows, view.width
     w = None if weight is None else weight.contiguous()
     b = bias.contiguous() if bias is not None and from_output else None
@@ -381,13 +387,13 @@ def norm_backward(
         None if grad is None else torch.empty((count, width), dtype=torch.float32, device=device) for grad in (dw, db)
     ]
     threshold, scale = threshold_and_scale(dropout_p)
-    flags = {"KIND": kind, "FROM_OUTPUT": from_output, "SPLIT": view.split}
+    flags = {"KIND": kind, "FROM_OUTPUT": from_output, "SPLIT": view.split, "UNIT": view.unit}
     tile = {"COMPENSATED": config.compensated, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     launch = options(config.num_warps, num_ctas=config.num_ctas)
     with device_guard(grad_output):
         if not config.looped:
             norm_backward_kernel[(count,)](
-                dy, dr, x, w, b, mean, rstd, seed, dx, dresidual, *partials, rows, width, *view.sizes,
+                dy, dr, x, w, b, mean, rstd, seed, dx, dresidual, *partials, rows, units, *view.sizes,
                 dy_strides, dr_strides, x_strides, eps, weight_offset, threshold, scale,
                 **flags, **tile, STAGES=config.num_stages, **launch,
             )  # fmt: skip
@@ -396,11 +402,11 @@ def norm_backward(
             if dx is not None or dresidual is not None:
                 c1, c2 = torch.empty((2, rows), dtype=torch.float32, device=device).unbind()
                 norm_backward_means_kernel[(rows,)](
-                    dy, x, w, b, mean, rstd, c1, c2, width, *view.sizes, dy_strides, x_strides, eps, weight_offset,
+                    dy, x, w, b, mean, rstd, c1, c2, units, *view.sizes, dy_strides, x_strides, eps, weight_offset,
                     **flags, BLOCK_N=config.block_m * config.block_n, **launch,
                 )  # fmt: skip
             norm_backward_columns_kernel[(count * blocks,)](
-                dy, dr, x, w, b, mean, rstd, seed, c1, c2, dx, dresidual, *partials, rows, width, *view.sizes,
+                dy, dr, x, w, b, mean, rstd, seed, c1, c2, dx, dresidual, *partials, rows, units, *view.sizes,
                 dy_strides, dr_strides, x_strides, weight_offset, threshold, scale,
                 **flags, **tile, **launch,
             )  # fmt: skip

@@ -21,7 +21,7 @@ from fusedops.runtime.launch import ceil_div, options
 
 
 @triton.jit
-def row_offset(row, size_b, size_c, strides, SPLIT: tl.constexpr):
+def row_offset(row, size_b, size_c, strides, SPLIT: tl.constexpr, UNIT: tl.constexpr):
     """Where rows begin, in elements; ``row`` is int64, see :class:`fusedops.norm.rows.Rows`."""
     if SPLIT:
         index = row.to(tl.int32)  # divisions of int64 are many times slower
@@ -31,7 +31,7 @@ def row_offset(row, size_b, size_c, strides, SPLIT: tl.constexpr):
         offset = a * strides[0] + b * strides[1] + c * strides[2]
     else:
         offset = row * strides[2]
-    return offset
+    return offset * UNIT
 
 
 @triton.jit
@@ -97,18 +97,20 @@ def norm_forward_kernel(
     scale,
     KIND: tl.constexpr,
     SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,  # width and strides are counted in it
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Program i owns rows i·BLOCK_M …; each row fits in BLOCK_N columns."""
+    width = width * UNIT
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     row_mask = row < rows
     col_mask = cols < width
     mask = row_mask[:, None] & col_mask[None, :]
     offsets = (
-        row_offset(row, size_b, size_c, x_strides, SPLIT),
-        row_offset(row, size_b, size_c, residual_strides, SPLIT),
+        row_offset(row, size_b, size_c, x_strides, SPLIT, UNIT),
+        row_offset(row, size_b, size_c, residual_strides, SPLIT, UNIT),
     )
     x = _entering(X, RESIDUAL, SEED, RESIDUAL_OUT, row, 0, offsets, width, mask, threshold, scale, BLOCK_N)
     if KIND == "layer":
@@ -150,6 +152,7 @@ def norm_forward_looped_kernel(
     scale,
     KIND: tl.constexpr,
     SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,  # width and strides are counted in it
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -159,10 +162,11 @@ def norm_forward_looped_kernel(
     LeVeque 1983 (equation 2.1), which stays exact where E[x²] - E[x]² would cancel. The mean is carried as a sum of
     two floats: rounding it once a block would cost an ulp of a mean that may be far larger than the deviation.
     """
+    width = width * UNIT
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     offsets = (
-        row_offset(row, size_b, size_c, x_strides, SPLIT),
-        row_offset(row, size_b, size_c, residual_strides, SPLIT),
+        row_offset(row, size_b, size_c, x_strides, SPLIT, UNIT),
+        row_offset(row, size_b, size_c, residual_strides, SPLIT, UNIT),
     )
     mean = tl.zeros((1,), dtype=tl.float32)
     mean_low = tl.zeros((1,), dtype=tl.float32)
@@ -235,12 +239,14 @@ def norm_forward(
     itemsize = max(input.element_size(), summed.element_size())
     config = resolve(NormProblem(view.width, itemsize, "forward", seed is not None), device, default_config)
     kernel = norm_forward_looped_kernel if config.looped else norm_forward_kernel
+    width, strides = view.counted()
     threshold, scale = threshold_and_scale(dropout_p)
     with device_guard(input):
         kernel[(ceil_div(view.rows, config.block_m),)](
             *view.tensors, None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous(),
-            seed, output, None if residual is None else summed, mean, rstd, view.rows, view.width, *view.sizes,
-            *view.strides, eps, weight_offset, threshold, scale,
-            KIND=kind, SPLIT=view.split, BLOCK_M=config.block_m, BLOCK_N=config.block_n, **options(config.num_warps),
+            seed, output, None if residual is None else summed, mean, rstd, view.rows, width, *view.sizes,
+            *strides, eps, weight_offset, threshold, scale,
+            KIND=kind, SPLIT=view.split, UNIT=view.unit, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            **options(config.num_warps),
         )  # fmt: skip
     return output, summed, mean, rstd

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +33,26 @@ class Rows:
     strides: tuple[tuple[int, int, int], ...]
     sizes: tuple[int, int]
     split: bool
+
+    @property
+    def unit(self) -> int:
+        """What kernels count widths and strides in, so that the compiler knows them for multiples of it.
+
+        Triton finds out by itself where all are multiples of 16. Rows of 72 elements too can be read in vectors of 8.
+        """
+        common = math.gcd(self.width, *itertools.chain.from_iterable(self.strides))
+        if common % 16:
+            for unit in (8, 4):
+                if common % unit == 0:
+                    return unit
+        return 1
+
+    def counted(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Width and strides in units."""
+        unit = self.unit
+        if unit == 1:
+            return self.width, self.strides
+        return self.width // unit, tuple(tuple(stride // unit for stride in strides) for strides in self.strides)
 
 
 def as_rows(tensors: Sequence[torch.Tensor | None], dims: int) -> Rows:

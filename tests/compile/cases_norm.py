@@ -103,6 +103,8 @@ def _cases() -> list[Case]:
     forward = [
         ("many_rows_a_program", 64, _FP16, {}),
         ("heads_where_they_lie", 128, _BF16, {**rms, "heads": True}),
+        ("heads_of_an_odd_size", 72, _BF16, {**rms, "heads": True}),
+        ("width_of_units_of_four", 1004, _FP32, {}),
         ("l2_norm_of_heads", 64, _FP16, {**plain, "kind": "l2", "heads": True}),
         ("one_row", 4096, _BF16, {}),
         ("add_rms_norm", 4096, _BF16, {**rms, "residual": _BF16}),
@@ -118,6 +120,8 @@ def _cases() -> list[Case]:
     backward = [
         ("many_rows_a_program", 64, _FP16, {}),
         ("heads_where_they_lie", 128, _BF16, {**rms, "heads": True}),
+        ("heads_of_an_odd_size", 72, _BF16, {**rms, "heads": True}),
+        ("width_of_units_of_four", 1004, _FP32, {}),
         ("l2_norm_of_heads", 64, _FP16, {**plain, "kind": "l2", "heads": True}),
         ("one_row", 1024, _BF16, {}),
         ("rms_norm", 4096, _BF16, rms),

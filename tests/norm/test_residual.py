@@ -74,6 +74,23 @@ def tensors(runner, width, dtypes, rows=(2, 3), parameter_dtype=None, layout="co
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=["float32", "mixed"])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_gradient_of_the_sum_alone_does_not_depend_on_the_norm(runner, norm, dtypes, p):
+    x, r, weight, _ = tensors(runner, 24, dtypes)
+    with torch.no_grad():
+        r[0, 0, 0] = float("inf")
+    _, stream = fused(norm, x, r, 24, weight, dropout_p=p)
+    grad = randn(*stream.shape, dtype=stream.dtype, device=runner.device, layout="transposed")
+    dx, dr, dw = torch.autograd.grad(stream, (x, r, weight), grad, allow_unused=True)
+    assert dw is None
+    assert torch.equal(dr, grad)
+    kept = dx != 0
+    assert torch.equal(dx, torch.where(kept, grad / (1 - p), 0.0).to(x.dtype))
+    assert kept.all() if p == 0 else torch.equal(kept[1:], (stream != r)[1:])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_the_sum_has_a_gradient_only_if_a_term_has(runner, norm, p):
     for wanted in itertools.product((True, False), repeat=2):

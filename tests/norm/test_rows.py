@@ -80,3 +80,24 @@ def test_columns_apart_are_copied():
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_normalised_over_several_dimensions(dims):
     check([numbered(2, 3, 4, 5), numbered(2, 3, 4, 10)[..., ::2], numbered(2, 9, 4, 5)[:, 3:6]], dims)
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit"),
+    [((3, 64), 1), ((3, 72), 8), ((3, 8), 8), ((3, 1000), 8), ((3, 20), 4), ((3, 4), 4), ((3, 7), 1), ((3, 6), 1)],
+)
+def test_units_tell_the_compiler_what_widths_are_multiples_of(shape, unit):
+    """1 where Triton finds out by itself: all are multiples of 16."""
+    view = as_rows([numbered(*shape)], 1)
+    width, strides = view.counted()
+    assert view.unit == unit
+    assert width * unit == view.width
+    assert [[stride * unit for stride in s] for s in strides] == [list(s) for s in view.strides]
+
+
+def test_units_divide_every_stride():
+    heads = numbered(2, 5, 3, 4, 72)[:, :, 1].transpose(1, 2)
+    assert as_rows([heads, heads.contiguous()], 1).unit == 8
+    assert as_rows([numbered(6, 80)[:, :72]], 1).unit == 8
+    assert as_rows([numbered(6, 84)[:, :72]], 1).unit == 4
+    assert as_rows([numbered(6, 81)[:, :72]], 1).unit == 1
