@@ -109,7 +109,8 @@ class LayerNormLinear(_NormFirst):
     Args:
         in_features: the input's last size.
         out_features: the output's last size.
-        eps: added to the variance or the mean square.
+        eps: added to the variance or the mean square; 1e-5 with RMS norm too, where :class:`torch.nn.RMSNorm` and
+            :func:`fusedops.rms_norm_linear` default to the machine epsilon.
         bias: whether the linear layer has a bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: applied to the result: None, or a name that :func:`fusedops.linear` takes.
@@ -173,7 +174,8 @@ class LayerNormMLP(_NormFirst):
     Args:
         hidden_size: the input's and the output's last size.
         ffn_hidden_size: the size between the two layers.
-        eps: added to the variance or the mean square.
+        eps: added to the variance or the mean square; 1e-5 with RMS norm too, where :class:`torch.nn.RMSNorm` and
+            :func:`fusedops.rms_norm_linear` default to the machine epsilon.
         bias: whether both linear layers have a bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: between the layers, a name that :func:`fusedops.linear` takes, or None. ``"gelu"`` is the exact
