@@ -253,8 +253,9 @@ def layer_norm(
         eps: added to the variance.
         out_dtype: dtype of the result. None: that of ``input`` (float32 under autocast on a GPU, as torch's).
         recompute: keep the output for the backward instead of the input, and compute the normalised input from it:
-            nothing but one number a row where the output is kept anyway, as by a linear layer that reads it. A weight
-            that is zero somewhere makes its gradients NaN, and a weight far smaller than its bias makes them coarse.
+            nothing but one number a row where the output is kept anyway, as by a linear layer that reads it. A single
+            weight that is zero makes its own gradient NaN and the input's gradient NaN everywhere; one far smaller
+            than its bias makes them coarse.
             The kernels' backward only: the torch backend keeps what torch keeps.
 
     Returns:
