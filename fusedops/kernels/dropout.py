@@ -23,6 +23,7 @@ def keep_scale(SEED, row, first_col, threshold, scale, BLOCK_N: tl.constexpr):
         (BLOCK_M, BLOCK_N) float32.
     """
     quad = (first_col // 4 + tl.arange(0, BLOCK_N // 4))[None, :].to(tl.int32)
+    row = row.to(tl.int64)  # Triton's own interpreter counts loops in int32
     low = (row & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)[:, None]
     high = (row >> 32).to(tl.int32)[:, None]
     zero = tl.zeros_like(quad + low)

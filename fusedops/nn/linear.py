@@ -10,7 +10,7 @@ import torch
 from fusedops.linear.activations import check_activation
 from fusedops.linear.functional import linear
 from fusedops.norm_linear.functional import layer_norm_linear, rms_norm_linear
-from fusedops.runtime.checks import wrong_value
+from fusedops.runtime.checks import check_number, wrong_value
 
 
 class Linear(torch.nn.Linear):
@@ -70,12 +70,14 @@ class _NormFirst(torch.nn.Module):
     layer_norm_bias: torch.nn.Parameter | None
 
     def __init__(
-        self, size: int, eps: float, normalization: str, activation: str | None, options: dict[str, Any]
+        self, size: int, eps: float | None, normalization: str, activation: str | None, options: dict[str, Any]
     ) -> None:
         name = type(self).__name__
         check_activation(name, activation)
         if normalization not in ("LayerNorm", "RMSNorm"):
             wrong_value(name, "normalization", "'LayerNorm' or 'RMSNorm'", normalization)
+        if eps is not None or normalization == "LayerNorm":
+            check_number(name, "eps", eps)
         super().__init__()
         self.eps = eps
         self.normalization = normalization
@@ -94,6 +96,7 @@ class _NormFirst(torch.nn.Module):
     def _norm_linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The norm of the input through a linear layer and the activation."""
         if self.normalization == "LayerNorm":
+            assert self.eps is not None
             return layer_norm_linear(
                 input, self.layer_norm_weight, self.layer_norm_bias, weight, bias, self.activation, self.eps
             )
@@ -110,7 +113,7 @@ class LayerNormLinear(_NormFirst):
         in_features: the input's last size.
         out_features: the output's last size.
         eps: added to the variance or the mean square; 1e-5 with RMS norm too, where :class:`torch.nn.RMSNorm` and
-            :func:`fusedops.rms_norm_linear` default to the machine epsilon.
+            :func:`fusedops.rms_norm_linear` default to the machine epsilon (None, which RMS norm takes here too).
         bias: whether the linear layer has a bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: applied to the result: None, or a name that :func:`fusedops.linear` takes.
@@ -135,7 +138,7 @@ class LayerNormLinear(_NormFirst):
         self,
         in_features: int,
         out_features: int,
-        eps: float = 1e-5,
+        eps: float | None = 1e-5,
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str | None = None,
@@ -175,7 +178,7 @@ class LayerNormMLP(_NormFirst):
         hidden_size: the input's and the output's last size.
         ffn_hidden_size: the size between the two layers.
         eps: added to the variance or the mean square; 1e-5 with RMS norm too, where :class:`torch.nn.RMSNorm` and
-            :func:`fusedops.rms_norm_linear` default to the machine epsilon.
+            :func:`fusedops.rms_norm_linear` default to the machine epsilon (None, which RMS norm takes here too).
         bias: whether both linear layers have a bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: between the layers, a name that :func:`fusedops.linear` takes, or None. ``"gelu"`` is the exact
@@ -204,7 +207,7 @@ class LayerNormMLP(_NormFirst):
         self,
         hidden_size: int,
         ffn_hidden_size: int,
-        eps: float = 1e-5,
+        eps: float | None = 1e-5,
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str | None = "gelu",

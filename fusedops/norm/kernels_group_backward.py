@@ -14,7 +14,6 @@ import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
 from fusedops.norm.channels import as_channels, empty_like, strides_of
-from fusedops.norm.kernels_backward import sum_partials
 from fusedops.norm.kernels_group import (
     channel_parameter,
     group_problem,
@@ -24,6 +23,7 @@ from fusedops.norm.kernels_group import (
     tile_start,
     within_row,
 )
+from fusedops.norm.kernels_sums import sum_partials
 from fusedops.norm.tuning import default_group_config
 from fusedops.runtime.device import device_facts, device_guard
 from fusedops.runtime.launch import ceil_div, options

@@ -43,6 +43,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import _normalize_ty
 
+from fusedops.runtime import backend
+
 Handle = stock.TensorHandle
 
 
@@ -486,6 +488,7 @@ def install() -> None:
         return
     if not isinstance(tl.sum, stock.InterpretedFunction):
         raise RuntimeError("TRITON_INTERPRET=1 must be set before triton is imported")
+    backend.interpreter_knows_bfloat16 = True
     stock._patch_lang(_Modules)  # the scope that would undo it is let go
     for module in (tl, tl.core):
         module.range = _loop

@@ -99,6 +99,28 @@ def test_recompute_with_a_weight_of_zero_is_loud(kernel_runner):
     assert dw.isnan().tolist() == [i == 3 for i in range(8)]
 
 
+def test_recompute_in_bfloat16(kernel_runner):
+    """The figures of docs/norm.md: root mean square errors of the gradients, in percent of their own."""
+    rows, width = 256, 1024
+    x = torch.randn(rows, width, device=kernel_runner.device).bfloat16().requires_grad_()
+    weight = (1 + 0.1 * torch.randn(width, device=kernel_runner.device)).bfloat16().requires_grad_()
+    bias = (0.1 * torch.randn(width, device=kernel_runner.device)).bfloat16().requires_grad_()
+    grad = torch.randn(rows, width, device=kernel_runner.device).bfloat16()
+    doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    exact = torch.autograd.grad(NORMS[0].exact(doubles[0], (width,), *doubles[1:]), doubles, grad.double())
+    percent = {}
+    for recompute in (False, True):
+        found = torch.autograd.grad(
+            fused(NORMS[0], x, weight, bias, recompute=recompute), (x, weight, bias), grad
+        )  # fmt: skip
+        percent[recompute] = [
+            100 * ((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt()).item()
+            for a, b in zip(found, exact, strict=True)
+        ]
+    assert percent[False] == pytest.approx([0.17, 0.17, 0.17], abs=0.02)
+    assert percent[True] == pytest.approx([0.17, 0.24, 0.17], abs=0.03)
+
+
 def held_for_backward(function):
     """Bytes of distinct memory that autograd keeps while a graph lives."""
     storages = {}
