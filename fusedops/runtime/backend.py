@@ -27,7 +27,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MINIMUM_CAPABILITY = 75
 
 
-# Triton's interpreter (3.6 to 3.9) multiplies bit patterns of bfloat16, and cuts instead of rounding. The tests mend it.
+# Triton's interpreter (3.6 to 3.9) multiplies bfloat16's bit patterns, and cuts instead of rounding; tests repair that.
 interpreter_knows_bfloat16 = False
 
 
