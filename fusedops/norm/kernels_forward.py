@@ -176,7 +176,7 @@ def norm_forward_looped_kernel(
         x = _entering(X, RESIDUAL, SEED, RESIDUAL_OUT, row, first, offsets, width, mask, threshold, scale, BLOCK_N)
         if KIND == "layer":
             seen = first * 1.0
-            count = tl.minimum(first + BLOCK_N, width) * 1.0 - seen
+            count = tl.minimum(width - first, BLOCK_N) * 1.0
             block_mean = tl.sum(x, axis=1) / count
             centred = tl.where(mask, x - block_mean[:, None], 0.0)
             rest = tl.sum(centred, axis=1) / count  # what rounding left out of block_mean
