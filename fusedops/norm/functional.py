@@ -463,7 +463,7 @@ def l2_norm(
         out_dtype: dtype of the result. None: that of ``input`` (float32 under autocast on a GPU, as torch's).
 
     Returns:
-        Shape of ``input``, dtype as above.
+        Shape of ``input``, dtype as above. With another dimension than the last, that one is innermost in its memory.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or value; the message names it.
