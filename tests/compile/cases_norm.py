@@ -106,6 +106,7 @@ def _cases() -> list[Case]:
         ("heads_of_an_odd_size", 72, _BF16, {**rms, "heads": True}),
         ("width_of_units_of_four", 1004, _FP32, {}),
         ("l2_norm_of_heads", 64, _FP16, {**plain, "kind": "l2", "heads": True}),
+        ("one_row", 4096, _BF16, {}),
         ("add_rms_norm", 4096, _BF16, {**rms, "residual": _BF16}),
         ("add_to_a_float32_stream", 8192, _BF16, {"residual": _FP32}),
         ("widest_row_with_dropout", 16384, _FP16, {"residual": _FP16, "dropout": True}),
