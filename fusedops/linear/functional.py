@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusedops.linear import reference
-from fusedops.linear.activations import check_activation
+from fusedops.linear.activations import check_activation, register_activation
 from fusedops.linear.autograd import linear_op
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import check_same_device, check_tensor, wrong_type, wrong_value
@@ -91,8 +91,11 @@ def linear(
         weight: (out_features, in_features), any strides (a transposed view is not copied). Of the input's dtype, or
             float32 beside a 16-bit input: it is then rounded to the input's dtype, and its gradient is float32.
         bias: (out_features) or None. Dtypes as for the weight.
-        activation: None; ``"relu"``; ``"gelu"``, z Φ(z), and ``"gelu_tanh"``, its approximation with a tanh
-            (Hendrycks, Gimpel 2016, "Gaussian Error Linear Units", section 2); ``"silu"``, z σ(z).
+        activation: None; ``"relu"``; ``"gelu"``, z Φ(z), and its approximations ``"gelu_tanh"`` and ``"quick_gelu"``, z
+            σ(1.702 z) (Hendrycks, Gimpel 2016, "Gaussian Error Linear Units", section 2); ``"silu"``, z σ(z);
+            ``"relu_squared"`` (So et al. 2021, "Primer"); ``"mish"`` (Misra 2019); ``"sigmoid"``, ``"tanh"``,
+            ``"leaky_relu"`` (slope 0.01), ``"elu"`` (α = 1), ``"hardswish"``, ``"hardsigmoid"``, ``"softplus"``
+            (β = 1), with torch's defaults; or a name given to :func:`fusedops.linear.register_activation`.
 
     Returns:
         (..., out_features), the dtype of ``input`` (under autocast: autocast's).
@@ -117,6 +120,10 @@ def linear(
             weight, bias = cast_parameters(weight, bias, dtype)
         return linear_op(input, weight, bias, activation, False, tf32_allowed(input))[0]
     return reference.torch_linear(input, weight, bias, activation, mixed)
+
+
+# In `fusedops.linear.register_activation` the function stands where one expects the package of its name.
+linear.register_activation = register_activation  # type: ignore[attr-defined]
 
 
 def cast_parameters(

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.linear.kernels_common import config_for, tile_of, tiles, times_derivative
+from fusedops.linear.kernels_activations import device_functions
+from fusedops.linear.kernels_common import config_for, tile_of, tiles
 from fusedops.linear.reference import empty_weight_gradient
 from fusedops.runtime.device import device_facts, device_guard
 from fusedops.runtime.launch import ceil_div, next_power_of_2, options
@@ -34,7 +35,7 @@ def grad_input_kernel(
     stride_dyn,
     stride_wn,
     stride_wk,
-    ACTIVATION: tl.constexpr,
+    TIMES_DERIVATIVE: tl.constexpr,  # a function of kernels_activations.py, or None
     EVEN_N: tl.constexpr,  # BLOCK_N divides N
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -53,7 +54,7 @@ def grad_input_kernel(
     w_at = W + n[:, None] * stride_wn + k[None, :] * stride_wk
     dy_step = tl.full((), BLOCK_N, tl.int64) * stride_dyn
     w_step = tl.full((), BLOCK_N, tl.int64) * stride_wn
-    if ACTIVATION is not None:
+    if TIMES_DERIVATIVE is not None:
         s_at = S + m[:, None] * N + n[None, :]
     dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     for first_n in range(0, N, BLOCK_N):
@@ -65,9 +66,9 @@ def grad_input_kernel(
             in_nk = in_k & in_n[:, None]
         dz = tl.load(dy_at, mask=in_mn, other=0.0)
         w = tl.load(w_at, mask=in_nk, other=0.0)
-        if ACTIVATION is not None:
+        if TIMES_DERIVATIVE is not None:
             s = tl.load(s_at, mask=in_mn, other=0.0).to(tl.float32)
-            dz = times_derivative(dz.to(tl.float32), s, ACTIVATION).to(w.dtype)
+            dz = TIMES_DERIVATIVE(dz.to(tl.float32), s).to(w.dtype)
             s_at += BLOCK_N
         dx = tl.dot(dz, w, dx, input_precision=PRECISION)
         dy_at += dy_step
@@ -91,7 +92,7 @@ def grad_weight_kernel(
     stride_xk,
     stride_dwn,
     stride_dwk,
-    ACTIVATION: tl.constexpr,
+    TIMES_DERIVATIVE: tl.constexpr,  # a function of kernels_activations.py, or None
     EVEN_M: tl.constexpr,  # BLOCK_M divides M
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -110,7 +111,7 @@ def grad_weight_kernel(
     x_at = X + m[:, None] * stride_xm + k[None, :] * stride_xk
     dy_step = tl.full((), BLOCK_M, tl.int64) * stride_dym
     x_step = tl.full((), BLOCK_M, tl.int64) * stride_xm
-    if ACTIVATION is not None:
+    if TIMES_DERIVATIVE is not None:
         s_at = S + n[:, None] + m[None, :] * N
         s_step = tl.full((), BLOCK_M, tl.int64) * N
     dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -124,9 +125,9 @@ def grad_weight_kernel(
             in_mk = in_k & in_m[:, None]
         dzt = tl.load(dy_at, mask=in_nm, other=0.0)
         x = tl.load(x_at, mask=in_mk, other=0.0)
-        if ACTIVATION is not None:
+        if TIMES_DERIVATIVE is not None:
             s = tl.load(s_at, mask=in_nm, other=0.0).to(tl.float32)
-            dzt = times_derivative(dzt.to(tl.float32), s, ACTIVATION)
+            dzt = TIMES_DERIVATIVE(dzt.to(tl.float32), s)
             s_at += s_step
         if DB is not None:  # noqa: SIM102 (the one is known when compiling, the other is not)
             if block_k == 0:
@@ -151,7 +152,7 @@ def grad_preactivation_kernel(
     stride_dym,
     stride_dyn,
     splits,
-    ACTIVATION: tl.constexpr,
+    TIMES_DERIVATIVE: tl.constexpr,  # a function of kernels_activations.py, or None
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -167,9 +168,9 @@ def grad_preactivation_kernel(
         mask = (m < M)[:, None] & in_n[None, :]
         at = m[:, None] * N + n[None, :]
         dz = tl.load(DY + m[:, None] * stride_dym + n[None, :] * stride_dyn, mask=mask, other=0.0).to(tl.float32)
-        if ACTIVATION is not None:
+        if TIMES_DERIVATIVE is not None:
             s = tl.load(S + at, mask=mask, other=0.0).to(tl.float32)
-            dz = times_derivative(dz, s, ACTIVATION)
+            dz = TIMES_DERIVATIVE(dz, s)
         if DZ is not None:
             tl.store(DZ + at, dz.to(DZ.dtype.element_ty), mask=mask)
         if DB is not None:
@@ -193,7 +194,7 @@ def grad_preactivation(
     parts = torch.empty((splits, N), dtype=torch.float32, device=dy.device) if need_db else None
     grad_preactivation_kernel[(blocks_n * splits,)](
         dy, s, dz, parts, M, N, *dy.stride(), splits,
-        ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, **options(4),
+        TIMES_DERIVATIVE=device_functions(activation)[1], BLOCK_M=block_m, BLOCK_N=block_n, **options(4),
     )  # fmt: skip
     return dz, None if parts is None else parts.sum(0)
 
@@ -251,7 +252,7 @@ def linear_backward(
             c = input_config
             grad_input_kernel[tiles(c, M, K)](
                 dy, s, w, dx, M, N, K, *dy.stride(), *w.stride(),
-                ACTIVATION=activation, EVEN_N=N % c.depth == 0, PRECISION=precision,
+                TIMES_DERIVATIVE=device_functions(activation)[1], EVEN_N=N % c.depth == 0, PRECISION=precision,
                 BLOCK_M=c.rows, BLOCK_N=c.depth, BLOCK_K=c.cols, GROUP=c.group,
                 **options(c.num_warps, c.num_stages),
             )  # fmt: skip
@@ -259,7 +260,7 @@ def linear_backward(
             c = weight_config
             grad_weight_kernel[tiles(c, N, K)](
                 dy, s, x, dw, db if need_db else None, M, N, K, *dy.stride(), *x.stride(), *dw.stride(),
-                ACTIVATION=activation, EVEN_M=M % c.depth == 0, PRECISION=precision,
+                TIMES_DERIVATIVE=device_functions(activation)[1], EVEN_M=M % c.depth == 0, PRECISION=precision,
                 BLOCK_M=c.depth, BLOCK_N=c.rows, BLOCK_K=c.cols, GROUP=c.group,
                 **options(c.num_warps, c.num_stages),
             )  # fmt: skip

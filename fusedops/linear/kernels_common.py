@@ -27,49 +27,6 @@ def tile_of(program, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.conste
     return first + inside % height, inside // height
 
 
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
-    """a(z) in float32; the names and formulas of activations.py. None: z itself."""
-    if ACTIVATION == "relu":
-        z = tl.where(z <= 0, 0.0, z)  # NaN passes, as torch's
-    elif ACTIVATION == "gelu":
-        z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh u) / 2 = σ(2u), u = √(2/π) (z + 0.044715 z³)
-        z = z * sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
-    elif ACTIVATION == "silu":
-        z = z * sigmoid(z)
-    else:
-        tl.static_assert(ACTIVATION is None)
-    return z
-
-
-@triton.jit
-def times_derivative(dy, s, ACTIVATION: tl.constexpr):
-    """dy · a′ in float32, where s is the pre-activation or, for relu, the output (``derivative_of``)."""
-    if ACTIVATION == "relu":
-        dy = tl.where(s <= 0, 0.0, dy)
-    elif ACTIVATION == "gelu":
-        # Φ(z) + z φ(z)
-        dy = dy * (0.5 + 0.5 * tl.erf(s * 0.7071067811865476) + s * 0.3989422804014327 * tl.exp(-0.5 * s * s))
-    elif ACTIVATION == "gelu_tanh":
-        # σ + z σ (1 - σ) 2u′, with 1 - σ(2u) as σ(2u) e^(-2u): the difference would cancel where σ is nearly 1
-        e = tl.exp(tl.minimum(-1.5957691216057308 * (s + 0.044715 * s * s * s), 80.0))
-        g = 1.0 / (1.0 + e)
-        dy = dy * (g + s * g * (g * e) * (1.5957691216057308 * (1.0 + 0.134145 * s * s)))
-    elif ACTIVATION == "silu":
-        g = sigmoid(s)
-        dy = dy * (g * (1.0 + s * (1.0 - g)))
-    else:
-        tl.static_assert(ACTIVATION is None)
-    return dy
-
-
 def aligned(matrix: torch.Tensor) -> bool:
     """Whether Triton can read a matrix in vectors: it specialises a launch on pointers and integers divisible by 16."""
     if matrix.data_ptr() % 16:

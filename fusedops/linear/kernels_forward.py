@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from fusedops.linear.activations import keeps_preactivation
-from fusedops.linear.kernels_common import activate, config_for, tile_of, tiles
+from fusedops.linear.kernels_activations import device_functions
+from fusedops.linear.kernels_common import config_for, tile_of, tiles
 from fusedops.runtime.device import device_facts, device_guard
 from fusedops.runtime.launch import options
 from fusedops.runtime.precision import input_precision
@@ -31,7 +32,9 @@ def finish(z, B, Y, Z, m, first_n, M, N, ACTIVATION: tl.constexpr):
     at = m[:, None] * N + n[None, :]
     if Z is not None:
         tl.store(Z + at, z.to(Z.dtype.element_ty), mask=mask)
-    tl.store(Y + at, activate(z, ACTIVATION).to(Y.dtype.element_ty), mask=mask)
+    if ACTIVATION is not None:
+        z = ACTIVATION(z)
+    tl.store(Y + at, z.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -48,7 +51,7 @@ def linear_forward_kernel(
     stride_xk,
     stride_wn,
     stride_wk,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # a function of kernels_activations.py, or None
     EVEN_K: tl.constexpr,  # BLOCK_K divides K
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -120,7 +123,8 @@ def linear_forward(
     with device_guard(x):
         linear_forward_kernel[tiles(config, M, N)](
             x, w, b, output, saved if save else None, M, N, K, *x.stride(), *w.stride(),
-            ACTIVATION=activation, EVEN_K=K % config.depth == 0, PRECISION=input_precision(x, allow_tf32),
+            ACTIVATION=device_functions(activation)[0], EVEN_K=K % config.depth == 0,
+            PRECISION=input_precision(x, allow_tf32),
             BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth, GROUP=config.group,
             QUARTERS=config.rows * config.cols >= 128 * threads,
             **options(config.num_warps, config.num_stages),

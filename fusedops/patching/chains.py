@@ -37,10 +37,10 @@ _TRANSFORMERS_ACTIVATIONS = {
 }
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
-# Name of the activation of each class met so far; "": not an activation that the linear operator has.
+# Name of the activation of each class met so far; "": not an activation that is fused.
 _names: dict[type, str] = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu"}
 
-# Activations after a Linear that a report mentions although the linear operator does not have them.
+# Activations after a Linear that a report mentions although they are not fused.
 _UNFUSED_ACTIVATIONS = frozenset(
     {"Tanh", "Sigmoid", "LeakyReLU", "ELU", "Hardswish", "Hardsigmoid", "Mish", "Softplus"}
     | {"QuickGELUActivation", "ReLUSquaredActivation", "MishActivation", "ClippedGELUActivation"}
@@ -52,7 +52,7 @@ _chains: dict[type[nn.Module], dict[str, tuple[str, ...]]] = {}
 
 
 def activation_name(module: Any) -> str:
-    """Name of the activation that a module computes, "" where the linear operator does not have it."""
+    """Name of the activation that a module computes, "" where it is not fused."""
     kind = type(module)
     name = _names.get(kind)
     if name is None:

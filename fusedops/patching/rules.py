@@ -122,7 +122,7 @@ def _find_pairs(module: nn.Module) -> Iterator[Finding]:
                 reasons.append(f"{_full_name(type(activation))} changes how a module is called")
             function = chains.activation_name(activation)
             if not function:
-                reasons.append(f"fusedops.linear has no activation {type(activation).__name__}")
+                reasons.append(f"patch does not fuse {type(activation).__name__} into a Linear")
             if method in module.__dict__:
                 reasons.append(f"its owner's {method} was replaced on the instance")
             yield Finding(

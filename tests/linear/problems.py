@@ -20,7 +20,17 @@ TORCHS = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
     "silu": F.silu,
+    "relu_squared": lambda z: F.relu(z).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "mish": F.mish,
+    "softplus": F.softplus,
 }
 
 

@@ -86,7 +86,7 @@ LINEARS = {
         lambda m: m.__dict__.update(forward=lambda x: x),
         r"its owner's forward was replaced on the instance",
     ),
-    "tanh": (lambda m: m.__setitem__(1, nn.Tanh()), r"fusedops.linear has no activation Tanh"),
+    "tanh": (lambda m: m.__setitem__(1, nn.Tanh()), r"patch does not fuse Tanh into a Linear"),
 }
 
 

@@ -37,7 +37,7 @@ def test_text():
             "   12 x LayerNorm => fusedops.layer_norm",
             "        *.*",
             "left alone:",
-            "    1 x Linear -> Tanh: fusedops.linear has no activation Tanh",
+            "    1 x Linear -> Tanh: patch does not fuse Tanh into a Linear",
             "        12.0",
         ]
     )
