@@ -14,6 +14,7 @@ from fusedops.runtime.backend import device_reasons, explainable, might_use_trit
 from fusedops.runtime.checks import (
     check_dtype,
     check_number,
+    check_parameter,
     check_probability,
     check_same_device,
     check_tensor,
@@ -29,14 +30,19 @@ _EPS_FLOAT32 = torch.finfo(torch.float32).eps
 # Python's, those of a shape that is traced, and numpy's.
 _INTEGERS = (int, torch.SymInt, numbers.Integral)
 
+_NORMALIZED = "of normalized_shape {}"
+
 # Column indices are int32 in the kernels, with room for a block past the end.
 _MAX_WIDTH = 2**30
 
 
 def _check_shape(function: str, input: torch.Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     check_tensor(function, "input", input)
-    if isinstance(normalized_shape, _INTEGERS):
-        shape: tuple[int, ...] = (normalized_shape,)
+    shape: tuple[int, ...]
+    if isinstance(normalized_shape, tuple):  # first: modules pass one, and the other questions take longer
+        shape = normalized_shape
+    elif isinstance(normalized_shape, _INTEGERS):
+        shape = (normalized_shape,)
     else:
         try:
             shape = tuple(normalized_shape)
@@ -52,22 +58,62 @@ def _check_shape(function: str, input: torch.Tensor, normalized_shape: int | Seq
     return shape
 
 
-def _check_parameter(
-    function: str, argument: str, value: torch.Tensor | None, shape: tuple[int, ...], input: torch.Tensor
-) -> None:
-    if value is None:
-        return
-    check_tensor(function, argument, value)
-    if value.shape != shape:
-        wrong_value(function, argument, f"of normalized_shape {shape}", value)
-    check_same_device(function, argument, value, "input", input)
-
-
 def _check_options(function: str, out_dtype: torch.dtype | None, recompute: bool) -> None:
     if out_dtype is not None:
         check_dtype(function, "out_dtype", out_dtype)
     if recompute is not False and recompute is not True:
         wrong_type(function, "recompute", "a bool", recompute)
+
+
+def _check_layer_norm(  # type: ignore[no-untyped-def]
+    input,
+    normalized_shape,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    *,
+    out_dtype=None,
+    recompute=False,
+    function="layer_norm",
+):
+    shape = _check_shape(function, input, normalized_shape)
+    check_parameter(function, "weight", weight, shape, input, _NORMALIZED)
+    check_parameter(function, "bias", bias, shape, input, _NORMALIZED)
+    check_number(function, "eps", eps)
+    _check_options(function, out_dtype, recompute)
+    return shape
+
+
+def _check_rms_norm(  # type: ignore[no-untyped-def]
+    input,
+    normalized_shape,
+    weight=None,
+    eps=None,
+    *,
+    weight_offset=0.0,
+    out_dtype=None,
+    recompute=False,
+    function="rms_norm",
+):
+    shape = _check_shape(function, input, normalized_shape)
+    check_parameter(function, "weight", weight, shape, input, _NORMALIZED)
+    if eps is not None:
+        check_number(function, "eps", eps)
+    check_number(function, "weight_offset", weight_offset)
+    _check_options(function, out_dtype, recompute)
+    return shape
+
+
+def _check_add_layer_norm(input, residual, normalized_shape, *arguments, dropout_p=0.0, **options):  # type: ignore[no-untyped-def]
+    shape = _check_layer_norm(input, normalized_shape, *arguments, **options, function="add_layer_norm")
+    _check_residual("add_layer_norm", input, residual, dropout_p)
+    return shape
+
+
+def _check_add_rms_norm(input, residual, normalized_shape, *arguments, dropout_p=0.0, **options):  # type: ignore[no-untyped-def]
+    shape = _check_rms_norm(input, normalized_shape, *arguments, **options, function="add_rms_norm")
+    _check_residual("add_rms_norm", input, residual, dropout_p)
+    return shape
 
 
 def _check_residual(function: str, input: torch.Tensor, residual: torch.Tensor, dropout_p: float) -> None:
@@ -76,72 +122,6 @@ def _check_residual(function: str, input: torch.Tensor, residual: torch.Tensor, 
         wrong_value(function, "residual", f"of input's shape {tuple(input.shape)}", residual)
     check_same_device(function, "residual", residual, "input", input)
     check_probability(function, "dropout_p", dropout_p)
-
-
-def _check_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, out_dtype=None, recompute=False):  # type: ignore[no-untyped-def]
-    shape = _check_shape("layer_norm", input, normalized_shape)
-    _check_parameter("layer_norm", "weight", weight, shape, input)
-    _check_parameter("layer_norm", "bias", bias, shape, input)
-    check_number("layer_norm", "eps", eps)
-    _check_options("layer_norm", out_dtype, recompute)
-    return shape
-
-
-def _check_rms_norm(  # type: ignore[no-untyped-def]
-    input, normalized_shape, weight=None, eps=None, *, weight_offset=0.0, out_dtype=None, recompute=False
-):
-    shape = _check_shape("rms_norm", input, normalized_shape)
-    _check_parameter("rms_norm", "weight", weight, shape, input)
-    if eps is not None:
-        check_number("rms_norm", "eps", eps)
-    check_number("rms_norm", "weight_offset", weight_offset)
-    _check_options("rms_norm", out_dtype, recompute)
-    return shape
-
-
-def _check_add_layer_norm(  # type: ignore[no-untyped-def]
-    input,
-    residual,
-    normalized_shape,
-    weight=None,
-    bias=None,
-    eps=1e-5,
-    *,
-    dropout_p=0.0,
-    out_dtype=None,
-    recompute=False,
-):
-    function = "add_layer_norm"
-    shape = _check_shape(function, input, normalized_shape)
-    _check_residual(function, input, residual, dropout_p)
-    _check_parameter(function, "weight", weight, shape, input)
-    _check_parameter(function, "bias", bias, shape, input)
-    check_number(function, "eps", eps)
-    _check_options(function, out_dtype, recompute)
-    return shape
-
-
-def _check_add_rms_norm(  # type: ignore[no-untyped-def]
-    input,
-    residual,
-    normalized_shape,
-    weight=None,
-    eps=None,
-    *,
-    weight_offset=0.0,
-    dropout_p=0.0,
-    out_dtype=None,
-    recompute=False,
-):
-    function = "add_rms_norm"
-    shape = _check_shape(function, input, normalized_shape)
-    _check_residual(function, input, residual, dropout_p)
-    _check_parameter(function, "weight", weight, shape, input)
-    if eps is not None:
-        check_number(function, "eps", eps)
-    check_number(function, "weight_offset", weight_offset)
-    _check_options(function, out_dtype, recompute)
-    return shape
 
 
 def _check_l2_norm(input, dim=-1, eps=1e-12, *, out_dtype=None):  # type: ignore[no-untyped-def]
@@ -166,11 +146,7 @@ def _check_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, ou
     if num_groups < 1 or channels % num_groups:
         wrong_value(function, "num_groups", f"a positive divisor of input's {channels} channels", num_groups)
     for argument, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            check_tensor(function, argument, value)
-            if value.shape != (channels,):
-                wrong_value(function, argument, f"of shape ({channels},), one element a channel of input", value)
-            check_same_device(function, argument, value, "input", input)
+        check_parameter(function, argument, value, (channels,), input, "of shape {}, one element a channel of input")
     check_number(function, "eps", eps)
     _check_options(function, out_dtype, False)
 

@@ -309,7 +309,7 @@ def norm_backward(
         return grads  # type: ignore[return-value]
     dx, dresidual, dw, db = (grad if need else None for grad, need in zip(grads, needs, strict=True))
     view = as_rows((grad_output, grad_residual, saved), dims)
-    (dy, dr, x), (units, (dy_strides, dr_strides, x_strides)) = view.tensors, view.counted()
+    (dy, dr, x), (unit, units, (dy_strides, dr_strides, x_strides)) = view.tensors, view.counted()
     rows, width = view.rows, view.width
     w = None if weight is None else weight.contiguous()
     b = bias.contiguous() if bias is not None and from_output else None
@@ -327,7 +327,7 @@ def norm_backward(
         None if grad is None else torch.empty((count, width), dtype=torch.float32, device=device) for grad in (dw, db)
     ]
     threshold, scale = threshold_and_scale(dropout_p)
-    flags = {"KIND": kind, "FROM_OUTPUT": from_output, "SPLIT": view.split, "UNIT": view.unit}
+    flags = {"KIND": kind, "FROM_OUTPUT": from_output, "SPLIT": view.split, "UNIT": unit}
     tile = {"COMPENSATED": config.compensated, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     launch = options(config.num_warps, num_ctas=config.num_ctas)
     with device_guard(grad_output):

@@ -239,14 +239,14 @@ def norm_forward(
     itemsize = max(input.element_size(), summed.element_size())
     config = resolve(NormProblem(view.width, itemsize, "forward", seed is not None), device, default_config)
     kernel = norm_forward_looped_kernel if config.looped else norm_forward_kernel
-    width, strides = view.counted()
+    unit, width, strides = view.counted()
     threshold, scale = threshold_and_scale(dropout_p)
     with device_guard(input):
         kernel[(ceil_div(view.rows, config.block_m),)](
             *view.tensors, None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous(),
             seed, output, None if residual is None else summed, mean, rstd, view.rows, width, *view.sizes,
             *strides, eps, weight_offset, threshold, scale,
-            KIND=kind, SPLIT=view.split, UNIT=view.unit, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            KIND=kind, SPLIT=view.split, UNIT=unit, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             **options(config.num_warps),
         )  # fmt: skip
     return output, summed, mean, rstd

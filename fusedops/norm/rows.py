@@ -47,12 +47,12 @@ class Rows:
                     return unit
         return 1
 
-    def counted(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """Width and strides in units."""
+    def counted(self) -> tuple[int, int, tuple[tuple[int, ...], ...]]:
+        """The unit, and width and strides in units."""
         unit = self.unit
         if unit == 1:
-            return self.width, self.strides
-        return self.width // unit, tuple(tuple(stride // unit for stride in strides) for strides in self.strides)
+            return unit, self.width, self.strides
+        return unit, self.width // unit, tuple(tuple(stride // unit for stride in strides) for strides in self.strides)
 
 
 def as_rows(tensors: Sequence[torch.Tensor | None], dims: int) -> Rows:

@@ -10,18 +10,13 @@ from fusedops.norm.reference import Kind, compute_dtype
 from fusedops.norm_linear import reference
 from fusedops.norm_linear.autograd import norm_linear_op
 from fusedops.runtime.backend import explainable, might_use_triton, use_triton
-from fusedops.runtime.checks import check_number, check_same_device, check_tensor, wrong_value
+from fusedops.runtime.checks import check_number, check_parameter
 from fusedops.runtime.precision import autocast_dtype, tf32_allowed
 
 
 def _check_norm_parameter(function: str, argument: str, value: torch.Tensor | None, input: torch.Tensor) -> None:
-    if value is None:
-        return
-    check_tensor(function, argument, value)
-    size = input.shape[-1]
-    if value.ndim != 1 or value.shape[0] != size:
-        wrong_value(function, argument, f"of shape ({size},), {size} being input's last size", value)
-    check_same_device(function, argument, value, "input", input)
+    takes = "of shape {0}, {0[0]} being input's last size"
+    check_parameter(function, argument, value, input.shape[-1:], input, takes)
 
 
 def _check_layer_norm_linear(input, norm_weight, norm_bias, weight, bias=None, activation=None, eps=1e-5):  # type: ignore[no-untyped-def]

@@ -204,9 +204,7 @@ def can_launch(tensor: torch.Tensor) -> bool:
     The public functions have asked :func:`use_triton` before; this serves graphs that were exported on one
     machine and run on another, and the backward of what they hold.
     """
-    if tensor.dtype not in KERNEL_DTYPES or _device_reasons(tensor.device.type, tensor.device.index):
-        return False
-    return interpreter_knows_bfloat16 or not (SETTINGS.interpret and tensor.dtype == torch.bfloat16)
+    return not device_reasons(tensor.device, (tensor.dtype,))
 
 
 @dataclass(frozen=True, slots=True)

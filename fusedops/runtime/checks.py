@@ -46,6 +46,23 @@ def check_same_device(function: str, argument: str, value: torch.Tensor, like: s
         wrong_value(function, argument, f"on the device of {like} ({other.device})", value)
 
 
+def check_parameter(
+    function: str,
+    argument: str,
+    value: torch.Tensor | None,
+    shape: tuple[int, ...],
+    input: torch.Tensor,
+    takes: str = "of shape {}",
+) -> None:
+    """A tensor of a shape on the device of ``input``, or None. ``takes`` is the text of a wrong shape's error."""
+    if value is None:
+        return
+    check_tensor(function, argument, value)
+    if value.shape != shape:
+        wrong_value(function, argument, takes.format(tuple(shape)), value)
+    check_same_device(function, argument, value, "input", input)
+
+
 def check_number(function: str, argument: str, value: Any) -> None:
     """A real number: Python's, numpy's or a symbolic one, but no bool."""
     if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 
 from fusedops.runtime.device import TARGETS
-from tests.harness.compile import ROOT, CompileWorker, all_cases
+from tests.harness.compile import ROOT, all_cases
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -26,13 +25,6 @@ COMBINATIONS = [
     for name, case in CASES.items()
     if case.targets is None or target in case.targets
 ]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[CompileWorker]:
-    worker = CompileWorker()
-    yield worker
-    worker.close()
 
 
 @pytest.mark.parametrize(("case", "target"), COMBINATIONS)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.compile import CompileWorker, all_cases
+from tests.harness.compile import all_cases
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -34,13 +33,6 @@ LIMITS = {
 }
 TENSORS = ("X", "Y", "DY", "DX")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[CompileWorker]:
-    worker = CompileWorker()
-    yield worker
-    worker.close()
 
 
 @pytest.mark.parametrize("target", TARGETS)

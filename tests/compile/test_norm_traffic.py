@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.compile import CompileWorker, all_cases
+from tests.harness.compile import all_cases
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -35,13 +34,6 @@ LIMITS = {
 }
 MATRICES = {"X", "RESIDUAL", "Y", "RESIDUAL_OUT", "DY", "SAVED", "GRAD_RESIDUAL", "DX", "DRESIDUAL"}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[CompileWorker]:
-    worker = CompileWorker()
-    yield worker
-    worker.close()
 
 
 def itemsize(case: str, argument: str) -> int:

@@ -89,8 +89,8 @@ def test_normalised_over_several_dimensions(dims):
 def test_units_tell_the_compiler_what_widths_are_multiples_of(shape, unit):
     """1 where Triton finds out by itself: all are multiples of 16."""
     view = as_rows([numbered(*shape)], 1)
-    width, strides = view.counted()
-    assert view.unit == unit
+    counted_in, width, strides = view.counted()
+    assert counted_in == view.unit == unit
     assert width * unit == view.width
     assert [[stride * unit for stride in s] for s in strides] == [list(s) for s in view.strides]
 
