@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fusedops.linear import reference
 from fusedops.linear.activations import check_activation, register_activation
-from fusedops.linear.autograd import linear_op
+from fusedops.linear.autograd import AddToMainGrad, linear_op
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
-from fusedops.runtime.checks import check_same_device, check_tensor, wrong_type, wrong_value
-from fusedops.runtime.precision import autocast_dtype, tf32_allowed
+from fusedops.runtime.checks import (
+    check_dtype,
+    check_parameter,
+    check_probability,
+    check_same_device,
+    check_tensor,
+    wrong_type,
+    wrong_value,
+)
+from fusedops.runtime.dropout import draw_seed
+from fusedops.runtime.precision import autocast_dtype, check_precision, float32_precision
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -60,15 +67,62 @@ def _check_dtype(function: str, argument: str, value: torch.Tensor, input: torch
         wrong_type(function, argument, f"of input's dtype ({input.dtype}) or float32 beside a 16-bit input", value)
 
 
-def unsupported(input: torch.Tensor) -> list[str]:
+def check_flag(function: str, argument: str, value: bool) -> None:
+    if value is not False and value is not True:
+        wrong_type(function, argument, "a bool", value)
+
+
+def _check_options(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    dropout_p: float,
+    out_dtype: torch.dtype | None,
+    recompute: bool,
+    fp32_precision: str | None,
+    fuse_wgrad_accumulation: bool,
+) -> None:
+    function = "linear"
+    if residual is not None:
+        shape = (*input.shape[:-1], weight.shape[0])
+        check_parameter(function, "residual", residual, shape, input, "of the output's shape {}")
+    check_probability(function, "dropout_p", dropout_p)
+    if out_dtype is not None:
+        check_dtype(function, "out_dtype", out_dtype)
+    check_flag(function, "recompute", recompute)
+    check_precision(function, fp32_precision)
+    check_flag(function, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+    if fuse_wgrad_accumulation:
+        main_grad = getattr(weight, "main_grad", None)
+        argument = "weight.main_grad (fuse_wgrad_accumulation=True)"
+        if main_grad is None:
+            wrong_type(function, argument, "a torch.Tensor", None)
+        check_parameter(function, argument, main_grad, weight.shape, input, "of weight's shape {}")
+
+
+def unsupported(input: torch.Tensor, *others: torch.Tensor | torch.dtype | None) -> list[str]:
     """Every reason why the linear kernels cannot take these arguments, which have been checked."""
-    return device_reasons(input.device, (autocast_dtype(input),))
+    dtypes = (o if isinstance(o, torch.dtype) else o.dtype for o in others if o is not None)
+    return device_reasons(input.device, (autocast_dtype(input), *dtypes))
 
 
-def _linear_reasons(*args: Any, **kwargs: Any) -> tuple[torch.device, list[str]]:
-    check_linear("linear", *args, **kwargs)
-    input = args[0] if args else kwargs["input"]
-    return input.device, unsupported(input)
+def _linear_reasons(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    recompute: bool = False,
+    fp32_precision: str | None = None,
+    fuse_wgrad_accumulation: bool = False,
+) -> tuple[torch.device, list[str]]:
+    check_linear("linear", input, weight, bias, activation)
+    options = (residual, dropout_p, out_dtype, recompute, fp32_precision, fuse_wgrad_accumulation)
+    _check_options(input, weight, *options)
+    return input.device, unsupported(input, residual, out_dtype)
 
 
 @explainable(_linear_reasons)
@@ -77,11 +131,19 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    recompute: bool = False,
+    fp32_precision: str | None = None,
+    fuse_wgrad_accumulation: bool = False,
 ) -> torch.Tensor:
-    """Matrix product, bias and activation: ``activation(input @ weight.T + bias)``.
+    """Matrix product and what follows it: ``dropout(activation(input @ weight.T + bias)) + residual``.
 
-    As :func:`torch.nn.functional.linear` followed by the activation, in one kernel: products are accumulated in
-    float32, bias and activation are applied there, and the result is rounded once. The backward multiplies by the
+    As :func:`torch.nn.functional.linear` and what follows it, in one kernel: products are accumulated in float32, all
+    the rest is computed there, and the result is rounded once. Where torch's own product (cuBLAS, hipBLASLt) is faster
+    than that kernel, it is used, and the rest is one elementwise kernel behind it. The backward multiplies by the
     activation's derivative inside its products, or in one pass before them where the estimate in tuning.py says that
     this is cheaper; the bias's gradient is summed in the same pass. It is deterministic.
 
@@ -96,30 +158,77 @@ def linear(
             ``"relu_squared"`` (So et al. 2021, "Primer"); ``"mish"`` (Misra 2019); ``"sigmoid"``, ``"tanh"``,
             ``"leaky_relu"`` (slope 0.01), ``"elu"`` (α = 1), ``"hardswish"``, ``"hardsigmoid"``, ``"softplus"``
             (β = 1), with torch's defaults; or a name given to :func:`fusedops.linear.register_activation`.
+        residual: (..., out_features) or None, added last. Any floating dtype and strides; its gradient has its dtype.
+        dropout_p: probability that an element is dropped; the others are divided by ``1 - dropout_p``. The mask is
+            drawn from torch's generator and drawn again in the backward, never stored.
+        out_dtype: dtype of the result; None: that of ``input`` (under autocast: autocast's).
+        recompute: keep nothing for the activation's derivative that only the backward needs: compute the product once
+            more there. It saves a tensor of the output's size and costs a forward. Without an effect where nothing
+            would be kept (no activation; ``relu`` and others whose derivative is a function of the output) and on the
+            torch backend.
+        fp32_precision: how products of float32 are computed: ``"ieee"`` in full; ``"tf32"`` on tensor cores, operands
+            rounded to 10 bits of mantissa; ``"tf32x3"`` on tensor cores, operands as sums of two such numbers, nearly
+            as exact as float32. None: in TF32 only where torch's own setting allows it
+            (``torch.backends.cuda.matmul.fp32_precision``), read when the function is called. The torch backend always
+            follows torch's setting; so do devices without TF32, which compute in full.
+        fuse_wgrad_accumulation: add the weight's gradient to the tensor ``weight.main_grad`` (weight's shape, any
+            floating dtype, usually float32) in the backward, inside the product, and leave ``weight.grad`` alone, as
+            Megatron-LM and Transformer Engine do; ``weight.grad_added_to_main_grad`` is set to True if there is such an
+            attribute. Eager mode only.
 
     Returns:
-        (..., out_features), the dtype of ``input`` (under autocast: autocast's).
-
-    Float32 products run in TF32 only where torch's own setting allows it
-    (``torch.backends.cuda.matmul.fp32_precision``), read when the function is called.
+        (..., out_features), ``out_dtype``.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
+        RuntimeError: ``fuse_wgrad_accumulation`` inside torch.compile.
 
     Example:
         >>> import torch, fusedops
         >>> weight, bias = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, -8.0])
-        >>> fusedops.linear(torch.tensor([1.0, 1.0]), weight, bias, activation="relu")
-        tensor([3.5000, 0.0000])
+        >>> fusedops.linear(torch.tensor([1.0, 1.0]), weight, bias, activation="relu", residual=torch.ones(2))
+        tensor([4.5000, 1.0000])
     """
     mixed = check_linear("linear", input, weight, bias, activation)
-    if might_use_triton(input.device) and use_triton("linear", unsupported(input), input.device):
-        dtype = autocast_dtype(input)
-        if dtype != input.dtype or mixed:
-            input = input.to(dtype)
-            weight, bias = cast_parameters(weight, bias, dtype)
-        return linear_op(input, weight, bias, activation, False, tf32_allowed(input))[0]
-    return reference.torch_linear(input, weight, bias, activation, mixed)
+    if residual is None and not dropout_p and out_dtype is None and not recompute and not fuse_wgrad_accumulation:
+        main_grad = None
+        if fp32_precision is not None:
+            check_precision("linear", fp32_precision)
+    else:
+        _check_options(
+            input, weight, residual, dropout_p, out_dtype, recompute, fp32_precision, fuse_wgrad_accumulation
+        )  # fmt: skip
+        main_grad = _main_grad(weight) if fuse_wgrad_accumulation else None
+    kernels = might_use_triton(input.device) and use_triton(
+        "linear", unsupported(input, residual, out_dtype), input.device
+    )
+    if not kernels:
+        if main_grad is not None:
+            weight = AddToMainGrad.apply(weight, main_grad)
+        return reference.torch_linear(input, weight, bias, activation, mixed, residual, dropout_p, out_dtype)
+    dtype = autocast_dtype(input)
+    if dtype != input.dtype or mixed:
+        input = input.to(dtype)
+        weight, bias = cast_parameters(weight, bias, dtype)
+    seed = draw_seed(input) if dropout_p else None
+    return linear_op(
+        input, weight, bias, residual, seed, main_grad, activation, float(dropout_p), out_dtype or dtype, False,
+        recompute, float32_precision(input, fp32_precision),
+    )[0]  # fmt: skip
+
+
+def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """Where the weight's gradient is added; None where none is wanted."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "linear: fuse_wgrad_accumulation=True writes to weight.main_grad in the backward, which torch.compile cannot"
+            " trace; leave this call out of the compiled region (torch.compiler.disable)"
+        )
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    if getattr(weight, "grad_added_to_main_grad", None) is not None:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return weight.main_grad  # type: ignore[attr-defined]
 
 
 # In `fusedops.linear.register_activation` the function stands where one expects the package of its name.

@@ -1,4 +1,4 @@
-"""What the linear family's forward and backward kernels share: device functions, and helpers of the launchers."""
+"""What the linear family's kernels share: device functions, and helpers of the launchers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton.language as tl
 from fusedops.autotune.resolve import resolve
 from fusedops.linear.tuning import LinearConfig, LinearProblem, Product, default_config
 from fusedops.runtime.launch import ceil_div
+from fusedops.runtime.precision import float32_precision
 
 
 @triton.jit
@@ -27,6 +28,78 @@ def tile_of(program, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.conste
     return first + inside % height, inside // height
 
 
+@triton.jit
+def share_of(
+    program,
+    rows,
+    cols,
+    depth,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """(tile, split, first, end): which tile a program works on, and from where to where it sums the depth.
+
+    The SPLITS programs of a tile have equal shares of whole blocks; the last ones of a short depth may have nothing.
+    """
+    if SPLITS == 1:
+        tile = program
+        split = 0
+        first = 0
+        end = depth
+    else:
+        tiles = tl.cdiv(rows, BLOCK_ROWS) * tl.cdiv(cols, BLOCK_COLS)
+        tile = program % tiles
+        split = program // tiles
+        share = tl.cdiv(tl.cdiv(depth, BLOCK_DEPTH), SPLITS) * BLOCK_DEPTH
+        first = tl.minimum(split * share, depth)
+        end = tl.minimum(first + share, depth)
+    return tile, split, first, end
+
+
+@triton.jit
+def multiply(
+    total,  # (rows, cols) float32: what is added to
+    A,  # (R, D), any strides
+    B,  # (D, C), any strides
+    row,  # int64 indices of the tile's rows
+    col,
+    R,
+    C,
+    first,
+    end,
+    stride_ar,
+    stride_ad,
+    stride_bd,
+    stride_bc,
+    EVEN: tl.constexpr,  # BLOCK divides end - first
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """total + A[row, first:end] B[first:end, col]."""
+    d = first + tl.arange(0, BLOCK).to(tl.int64)
+    in_r = (row < R)[:, None]
+    in_c = (col < C)[None, :]
+    a_at = A + row[:, None] * stride_ar + d[None, :] * stride_ad
+    b_at = B + d[:, None] * stride_bd + col[None, :] * stride_bc
+    a_step = tl.full((), BLOCK, tl.int64) * stride_ad
+    b_step = tl.full((), BLOCK, tl.int64) * stride_bd
+    for at in range(first, end, BLOCK):
+        in_rd = in_r
+        in_dc = in_c
+        if not EVEN:
+            in_d = at + tl.arange(0, BLOCK) < end
+            in_rd = in_r & in_d[None, :]
+            in_dc = in_c & in_d[:, None]
+        a = tl.load(a_at, mask=in_rd, other=0.0)
+        b = tl.load(b_at, mask=in_dc, other=0.0)
+        total = tl.dot(a.to(b.dtype), b, total, input_precision=PRECISION)
+        a_at += a_step
+        b_at += b_step
+    return total
+
+
 def aligned(matrix: torch.Tensor) -> bool:
     """Whether Triton can read a matrix in vectors: it specialises a launch on pointers and integers divisible by 16."""
     if matrix.data_ptr() % 16:
@@ -37,12 +110,23 @@ def aligned(matrix: torch.Tensor) -> bool:
     )
 
 
+def torch_multiplies(operand: torch.Tensor, result_dtype: torch.dtype, precision: str) -> bool:
+    """Whether torch's own product gives the result that was asked for: its dtype, and float32 as precise as asked."""
+    if operand.dtype != torch.float32:
+        return result_dtype == operand.dtype
+    return precision == float32_precision(operand)
+
+
 def config_for(
     product: Product,
     sizes: tuple[int, int, int],
     operands: tuple[torch.Tensor | None, ...],
     activation: str | None,
-    allow_tf32: bool,
+    precision: str,
+    result_dtype: torch.dtype,
+    *,
+    keeps: bool = False,
+    extras: bool = False,
 ) -> LinearConfig:
     """The configuration of a product whose result is (rows, cols), summed over depth.
 
@@ -50,6 +134,9 @@ def config_for(
         product: which of the three.
         sizes: (rows, cols, depth).
         operands: the matrices that are read; the first decides the dtype and the device.
+        result_dtype: of the result.
+        keeps: the forward writes the pre-activation down.
+        extras: the forward ends with dropout or a residual.
     """
     first = operands[0]
     assert first is not None
@@ -58,12 +145,22 @@ def config_for(
         *sizes,
         itemsize=first.element_size(),
         activation=activation,
-        tf32=allow_tf32,
+        precision=precision,
         aligned=all(matrix is None or aligned(matrix) for matrix in operands),
+        torch_serves=torch_multiplies(first, result_dtype, precision),
+        keeps=keeps,
+        extras=extras,
     )
     return resolve(problem, first.device, default_config)
 
 
 def tiles(config: LinearConfig, rows: int, cols: int) -> tuple[int]:
-    """The grid: a program for each tile of the result."""
-    return (ceil_div(rows, config.rows) * ceil_div(cols, config.cols),)
+    """The grid: a program for each tile of the result and each of its splits."""
+    return (ceil_div(rows, config.rows) * ceil_div(cols, config.cols) * config.splits,)
+
+
+def partial_sums(config: LinearConfig, rows: int, cols: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Where the splits of a product leave their sums: (splits, rows, cols) float32; None where it has but one."""
+    if config.splits == 1:
+        return None
+    return torch.empty((config.splits, rows, cols), dtype=torch.float32, device=like.device)

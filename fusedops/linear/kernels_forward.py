@@ -1,40 +1,23 @@
-"""The Triton kernel of the linear forward, and its launcher."""
+"""The linear forward: its Triton kernel, and the launcher that chooses between this, others and torch's own product."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedops.linear.activations import keeps_preactivation
 from fusedops.linear.kernels_activations import device_functions
-from fusedops.linear.kernels_common import config_for, tile_of, tiles
+from fusedops.linear.kernels_common import config_for, multiply, partial_sums, share_of, tile_of, tiles
+from fusedops.linear.kernels_epilogue import epilogue, finish, quarters
+from fusedops.linear.reference import keeps_output, no_autocast, saves
+from fusedops.linear.tuning import LinearConfig
 from fusedops.runtime.device import device_facts, device_guard
+from fusedops.runtime.dropout import threshold_and_scale
 from fusedops.runtime.launch import options
-from fusedops.runtime.precision import input_precision
-
-
-@triton.jit
-def halves(tile):
-    """The left and the right half of a tile's columns."""
-    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
-def finish(z, B, Y, Z, m, first_n, M, N, ACTIVATION: tl.constexpr):
-    """Bias, activation and stores of Y's rows m and columns first_n, first_n + 1, …; z is their X Wᵀ."""
-    n = first_n + tl.arange(0, z.shape[1])
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    if B is not None:
-        z += tl.load(B + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at = m[:, None] * N + n[None, :]
-    if Z is not None:
-        tl.store(Z + at, z.to(Z.dtype.element_ty), mask=mask)
-    if ACTIVATION is not None:
-        z = ACTIVATION(z)
-    tl.store(Y + at, z.to(Y.dtype.element_ty), mask=mask)
+from fusedops.runtime.precision import dot_precision
 
 
 @triton.jit
@@ -42,8 +25,11 @@ def linear_forward_kernel(
     X,  # (M, K), any strides
     W,  # (N, K), any strides
     B,  # (N,) or None
+    R,  # (M, N), any strides, or None: the residual
+    SEED,  # (1,) int64, or None without dropout
     Y,  # (M, N), contiguous
-    Z,  # (M, N), contiguous, or None: where the pre-activation is kept
+    Z,  # (M, N), contiguous, or None: what the backward needs
+    P,  # (SPLITS, M, N) float32 where a tile has several programs: their sums, and nothing else, are stored
     M,
     N,
     K,
@@ -51,82 +37,145 @@ def linear_forward_kernel(
     stride_xk,
     stride_wn,
     stride_wk,
+    stride_rm,
+    stride_rn,
+    threshold,
+    scale,
     ACTIVATION: tl.constexpr,  # a function of kernels_activations.py, or None
+    KEEP_OUTPUT: tl.constexpr,  # Z takes the activation's output, else its input
     EVEN_K: tl.constexpr,  # BLOCK_K divides K
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    QUARTERS: tl.constexpr,  # finish the tile in four parts: a large one's activation wants registers
+    QUARTERS: tl.constexpr,  # finish the tile in four parts: what follows the product wants registers
+    SPLITS: tl.constexpr,
 ):
-    """Y = a(X Wᵀ + b): each program owns one BLOCK_M × BLOCK_N tile of Y. Bias and activation in float32."""
-    block_m, block_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    """Y = dropout(a(X Wᵀ + b)) + r: each program owns a BLOCK_M × BLOCK_N tile of Y, or a share of its product."""
+    tile, split, first_k, end_k = share_of(tl.program_id(0), M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS)
+    block_m, block_n = tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
     m = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_n = block_n.to(tl.int64) * BLOCK_N
     n = first_n + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K).to(tl.int64)
-    in_m = (m < M)[:, None]
-    in_n = (n < N)[None, :]
-    x_at = X + m[:, None] * stride_xm + k[None, :] * stride_xk
-    w_at = W + k[:, None] * stride_wk + n[None, :] * stride_wn
-    x_step = tl.full((), BLOCK_K, tl.int64) * stride_xk
-    w_step = tl.full((), BLOCK_K, tl.int64) * stride_wk
     z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first_k in range(0, K, BLOCK_K):
-        in_mk = in_m
-        in_kn = in_n
-        if not EVEN_K:
-            in_k = first_k + k < K
-            in_mk = in_m & in_k[None, :]
-            in_kn = in_n & in_k[:, None]
-        x = tl.load(x_at, mask=in_mk, other=0.0)
-        w = tl.load(w_at, mask=in_kn, other=0.0)
-        z = tl.dot(x, w, z, input_precision=PRECISION)
-        x_at += x_step
-        w_at += w_step
-    if QUARTERS:
-        QUARTER: tl.constexpr = BLOCK_N // 4
-        left, right = halves(z)
-        z0, z1 = halves(left)
-        z2, z3 = halves(right)
-        finish(z0, B, Y, Z, m, first_n, M, N, ACTIVATION)
-        finish(z1, B, Y, Z, m, first_n + QUARTER, M, N, ACTIVATION)
-        finish(z2, B, Y, Z, m, first_n + 2 * QUARTER, M, N, ACTIVATION)
-        finish(z3, B, Y, Z, m, first_n + 3 * QUARTER, M, N, ACTIVATION)
+    z = multiply(
+        z, X, W, m, n, M, N, first_k, end_k, stride_xm, stride_xk, stride_wk, stride_wn, EVEN_K, PRECISION, BLOCK_K
+    )  # fmt: skip
+    if P is not None:
+        at = P + split.to(tl.int64) * M * N + m[:, None] * N + n[None, :]
+        tl.store(at, z, mask=(m < M)[:, None] & (n < N)[None, :])
     else:
-        finish(z, B, Y, Z, m, first_n, M, N, ACTIVATION)
+        if QUARTERS:
+            parts = quarters(z)
+        else:
+            parts = (z,)
+        for i in tl.static_range(4 if QUARTERS else 1):
+            finish(
+                parts[i], B, R, SEED, Y, Z, m, first_n + i * (BLOCK_N // 4), M, N, stride_rm, stride_rn,
+                threshold, scale, ACTIVATION, KEEP_OUTPUT,
+            )  # fmt: skip
 
 
 def linear_forward(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    seed: torch.Tensor | None,
     activation: str | None,
+    dropout_p: float,
+    out_dtype: torch.dtype,
     save: bool,
-    allow_tf32: bool,
+    precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate and launch; arguments and results as :func:`fusedops.linear.reference.linear`."""
     N, K = weight.shape
     lead = input.shape[:-1]
     M = math.prod(lead)
-    output = input.new_empty((*lead, N))
-    save = save and keeps_preactivation(activation)
+    output = input.new_empty((*lead, N), dtype=out_dtype)
+    save = save and saves(activation, residual, seed, input.dtype, out_dtype)
     saved = input.new_empty((*lead, N) if save else (0,))
     if M == 0 or N == 0:
         return output, saved
     x = input.reshape(M, K)
     w = weight.to(input.dtype)
     b = None if bias is None else bias.contiguous()
-    config = config_for("forward", (M, N, K), (x, w), activation, allow_tf32)
-    threads = config.num_warps * device_facts(x.device).warp_size
+    r = None if residual is None else residual.reshape(M, N)
+    y, z = output.view(M, N), saved.view(M, N) if save else None
+    config = config_for(
+        "forward", (M, N, K), (x, w), activation, precision, out_dtype,
+        keeps=save, extras=r is not None or seed is not None,
+    )  # fmt: skip
+    arguments = (x, w, b, r, seed, y, z, activation, dropout_p, precision, config)
     with device_guard(x):
-        linear_forward_kernel[tiles(config, M, N)](
-            x, w, b, output, saved if save else None, M, N, K, *x.stride(), *w.stride(),
-            ACTIVATION=device_functions(activation)[0], EVEN_K=K % config.depth == 0,
-            PRECISION=input_precision(x, allow_tf32),
-            BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth, GROUP=config.group,
-            QUARTERS=config.rows * config.cols >= 128 * threads,
-            **options(config.num_warps, config.num_stages),
-        )  # fmt: skip
+        (_torch_product if config.kernel == "torch" else _tiled)(*arguments)
     return output, saved
+
+
+def _tiled(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    r: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    activation: str | None,
+    dropout_p: float,
+    precision: str,
+    config: LinearConfig,
+) -> None:
+    (M, N), K = y.shape, x.shape[1]
+    threads = config.num_warps * device_facts(x.device).warp_size
+    sums = partial_sums(config, M, N, x)
+    linear_forward_kernel[tiles(config, M, N)](
+        x, w, b, r, seed, y, z, sums, M, N, K, *x.stride(), *w.stride(), *((0, 0) if r is None else r.stride()),
+        *threshold_and_scale(dropout_p),
+        ACTIVATION=device_functions(activation)[0], KEEP_OUTPUT=keeps_output(activation),
+        EVEN_K=K % config.depth == 0, PRECISION=dot_precision(x, precision),
+        BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth, GROUP=config.group,
+        QUARTERS=config.rows * config.cols >= (64 if r is not None or seed is not None else 128) * threads, SPLITS=config.splits,
+        **options(config.num_warps, config.num_stages),
+    )  # fmt: skip
+    if sums is not None:
+        epilogue(sums, b, r, seed, y, z, activation, dropout_p, keeps_output(activation))
+
+
+def _torch_product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    r: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    activation: str | None,
+    dropout_p: float,
+    precision: str,
+    config: LinearConfig,
+) -> None:
+    """torch's product, with the bias, and the activation where torch's has it; the rest in a pass over the result."""
+    if b is not None:
+        b = b.to(x.dtype)
+    with no_autocast(x):
+        plain = seed is None and r is None and z is None and y.dtype == x.dtype
+        if plain and b is not None and activation in _torch_activations(x):
+            torch._addmm_activation(b, x, w.t(), use_gelu=activation == "gelu_tanh", out=y)
+            return
+        # What the backward needs is this very result, if it is the activation's input.
+        into: Any = y if plain and activation is None else z if not keeps_output(activation) else None
+        if into is None:
+            into = torch.empty_like(y, dtype=x.dtype)
+        if b is None:
+            torch.mm(x, w.t(), out=into)
+        else:
+            torch.addmm(b, x, w.t(), out=into)
+    if into is not y:
+        kept = z if into is not z else None
+        epilogue(into[None], None, r, seed, y, kept, activation, dropout_p, keeps_output(activation))
+
+
+def _torch_activations(x: torch.Tensor) -> tuple[str, ...]:
+    """What ``_addmm_activation`` can end with; on a CPU its GELU is the exact one."""
+    return ("relu", "gelu_tanh") if x.is_cuda else ("relu",)

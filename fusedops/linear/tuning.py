@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,6 +12,7 @@ from fusedops.runtime.device import TARGETS, DeviceFacts
 from fusedops.runtime.launch import ceil_div, next_power_of_2
 
 Product = Literal["forward", "grad_input", "grad_weight"]
+Kernel = Literal["tiled", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,11 @@ class LinearProblem:
         rows, cols, depth: its sizes, each rounded up to a power of two, so that near problems are one problem.
         itemsize: bytes of an operand's element.
         activation: what the kernel applies: a in the forward, a′ in the prologue of a gradient's product.
-        tf32: float32 operands may be rounded to TF32.
+        precision: of float32 products, ``ieee``, ``tf32`` or ``tf32x3``; ``ieee`` for others.
         aligned: the operands can be read in vectors. Else a load is an element, which wants a register or two.
+        torch_serves: torch's own product gives the result that is asked for, its dtype and precision.
+        keeps: the forward writes down what the backward needs.
+        extras: the forward ends with dropout or a residual.
     """
 
     product: Product
@@ -32,8 +38,11 @@ class LinearProblem:
     depth: int
     itemsize: int
     activation: str | None
-    tf32: bool
+    precision: str
     aligned: bool
+    torch_serves: bool
+    keeps: bool
+    extras: bool
 
     @classmethod
     def of(
@@ -45,16 +54,26 @@ class LinearProblem:
         *,
         itemsize: int = 2,
         activation: str | None = None,
-        tf32: bool = False,
+        precision: str = "ieee",
         aligned: bool = True,
+        torch_serves: bool = True,
+        keeps: bool = False,
+        extras: bool = False,
     ) -> LinearProblem:
         rows, cols, depth = map(next_power_of_2, (rows, cols, depth))
-        return cls(product, rows, cols, depth, itemsize, activation, tf32 and itemsize == 4, aligned)
+        precision = precision if itemsize == 4 else "ieee"
+        return cls(
+            product, rows, cols, depth, itemsize, activation, precision, aligned, torch_serves, keeps, extras
+        )  # fmt: skip
 
     @property
     def derives(self) -> bool:
         """The kernel computes a derivative in its prologue."""
         return self.product != "forward" and self.activation is not None
+
+    @property
+    def tf32(self) -> bool:
+        return self.precision != "ieee"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +86,9 @@ class LinearConfig:
     group: block rows a patch of neighbouring programs covers.
     prologue: False for a gradient's product with an activation: dZ = dY ∘ a′ is better computed once, by a pass
         of its own, than in the prologue of the product, which repeats it for every block column.
+    splits: programs a tile, each of which sums a share of the depth; a second kernel adds the sums, in their order.
+    kernel: ``tiled``, or ``torch``: torch's own product (cuBLAS, hipBLASLt), what comes before and after it in
+        elementwise kernels of ours. The other fields mean nothing then.
     """
 
     rows: int
@@ -76,6 +98,8 @@ class LinearConfig:
     num_warps: int
     group: int = 8
     prologue: bool = True
+    splits: int = 1
+    kernel: Kernel = "tiled"
 
     def shared_memory(self, problem: LinearProblem) -> int:
         """Bytes of shared memory, at most about: the steps in flight, or the result on its way out."""
@@ -85,16 +109,25 @@ class LinearConfig:
         return problem.itemsize * max(self.num_stages * step, self.rows * self.cols)
 
 
-SPACE = tuple(
-    LinearConfig(rows, cols, depth, num_stages, num_warps, group, prologue)
-    for rows in (16, 32, 64, 128, 256)
-    for cols in (32, 64, 128, 256)
-    for depth in (16, 32, 64, 128)
-    for num_stages in (2, 3, 4, 5)
-    for num_warps in (2, 4, 8)
-    for group in (1, 8)
-    for prologue in (True, False)
-)
+TORCH = LinearConfig(0, 0, 0, 0, 0, prologue=False, kernel="torch")
+
+
+def linear_space() -> Iterator[LinearConfig]:
+    """Every configuration that may be searched; :func:`prune` says which of them serve a problem."""
+    yield TORCH
+    fields = itertools.product(
+        (16, 32, 64, 128, 256),
+        (32, 64, 128, 256),
+        (16, 32, 64, 128),
+        (2, 3, 4, 5),  # stages
+        (2, 4, 8),  # warps
+        (1, 8),  # group
+        (True, False),  # prologue
+        (1, 2, 4, 8, 16),  # splits
+    )
+    for values in fields:
+        yield LinearConfig(*values)
+
 
 _Tiles = tuple[LinearConfig, ...]
 _C = LinearConfig  # (rows, cols, depth, num_stages, num_warps)
@@ -111,6 +144,10 @@ class Defaults:
         derive_half, derive_full: gradients' products with a derivative in their prologue, which wants registers.
         budget: what reading dY and the saved tensor and writing dZ costs an element, in instructions that the
             device could issue meanwhile: 128 lanes · 6 bytes / (bytes of device memory a clock a multiprocessor).
+        balance: floating-point operations of a 16-bit product that take as long as a byte of device memory.
+        launch: bytes of device memory that take as long as the launch of a kernel, 3 µs.
+        slower: how many times torch's product our own is assumed to take, before a search has measured it:
+            of 16-bit operands, of float32 on TF32 tensor cores, of float32 in full precision.
     """
 
     half: _Tiles
@@ -119,6 +156,9 @@ class Defaults:
     derive_half: _Tiles
     derive_full: _Tiles
     budget: int
+    balance: int
+    launch: int
+    slower: tuple[float, float, float]
 
 
 # Where rows are few (a small batch, one token) the weight is read once, whatever the tile: thin tiles, deep steps.
@@ -126,6 +166,7 @@ _SKINNY = (_C(32, 64, 128, 3, 4), _C(32, 32, 128, 3, 4), _C(16, 64, 128, 4, 4), 
 _SKINNY_TF32 = (_C(32, 32, 64, 3, 4), _C(16, 32, 64, 4, 4))
 _SKINNY_FULL = (_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4))
 _FULL = (_C(64, 64, 16, 3, 4), *_SKINNY_FULL)
+_TF32X3 = (_C(64, 64, 32, 3, 4), *_SKINNY_TF32)  # three products, and the parts of both operands in registers
 _UNALIGNED_TF32 = (_C(64, 64, 32, 3, 4), *_SKINNY_TF32)
 _AMPERE_TF32 = (_C(128, 128, 32, 3, 8), *_UNALIGNED_TF32)
 # Loads of single elements: each has an address in a register or two, whatever the device.
@@ -138,6 +179,9 @@ _CONSUMER = Defaults(
     derive_half=(_C(64, 64, 32, 3, 4), _C(32, 64, 32, 3, 4), _C(16, 64, 32, 3, 4)),
     derive_full=(_C(64, 64, 16, 2, 4), *_SKINNY_FULL),
     budget=170,
+    balance=208,
+    launch=1_800_000,
+    slower=(1.05, 1.1, 1.3),
 )
 
 # Where a search starts, and what runs until one was made. Chosen by what the compiler makes of them: the largest usual
@@ -151,6 +195,9 @@ DEFAULTS: dict[str, Defaults] = {
         derive_half=(_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
         derive_full=(_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
         budget=140,
+        balance=203,
+        launch=960_000,
+        slower=(8.0, 1.3, 1.3),
     ),
     "sm_80": Defaults(
         half=(_C(128, 256, 32, 3, 8), _C(128, 128, 32, 4, 8), _C(64, 128, 32, 4, 4), _C(64, 64, 64, 4, 4), *_SKINNY),
@@ -159,6 +206,9 @@ DEFAULTS: dict[str, Defaults] = {
         derive_half=_CONSUMER.derive_half,
         derive_full=_CONSUMER.derive_full,
         budget=60,
+        balance=153,
+        launch=6_100_000,
+        slower=(1.05, 1.1, 1.3),
     ),
     "sm_86": _CONSUMER,
     "sm_90": Defaults(
@@ -168,6 +218,9 @@ DEFAULTS: dict[str, Defaults] = {
         derive_half=(_C(128, 128, 64, 3, 8), _C(64, 128, 32, 3, 4), _C(64, 64, 32, 3, 4), _C(16, 64, 32, 3, 4)),
         derive_full=_CONSUMER.derive_full,
         budget=55,
+        balance=295,
+        launch=10_000_000,
+        slower=(1.15, 1.3, 1.3),
     ),
     "sm_100": Defaults(
         half=(_C(128, 256, 64, 3, 8), _C(128, 128, 64, 4, 8), _C(64, 128, 64, 4, 4), _C(64, 64, 64, 4, 4), *_SKINNY),
@@ -176,6 +229,9 @@ DEFAULTS: dict[str, Defaults] = {
         derive_half=_CONSUMER.derive_half,
         derive_full=_CONSUMER.derive_full,
         budget=30,
+        balance=281,
+        launch=24_000_000,
+        slower=(1.25, 1.4, 1.3),
     ),
     "gfx942": Defaults(
         half=(_C(128, 128, 64, 2, 8), _C(64, 64, 64, 2, 4), _C(32, 64, 64, 2, 4), _C(16, 64, 64, 2, 4)),
@@ -184,6 +240,9 @@ DEFAULTS: dict[str, Defaults] = {
         derive_half=(_C(64, 64, 32, 2, 4), _C(32, 64, 32, 2, 4), _C(16, 64, 32, 2, 4)),
         derive_full=(_C(64, 64, 16, 2, 4), *_SKINNY_FULL),
         budget=90,
+        balance=247,
+        launch=16_000_000,
+        slower=(1.15, 1.3, 1.3),
     ),
     "gfx1100": Defaults(
         half=(_C(128, 64, 32, 2, 8), _C(64, 64, 32, 2, 4), _C(32, 64, 32, 2, 4), _C(16, 64, 32, 2, 4)),
@@ -192,6 +251,9 @@ DEFAULTS: dict[str, Defaults] = {
         derive_half=_UNALIGNED_DERIVE,
         derive_full=(_C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
         budget=190,
+        balance=128,
+        launch=2_900_000,
+        slower=(1.15, 1.3, 1.3),
     ),
     # Its cost is an operation's, whatever the block: few large blocks.
     "interpreter": Defaults(
@@ -201,6 +263,9 @@ DEFAULTS: dict[str, Defaults] = {
         derive_half=(_C(64, 64, 64, 1, 4),),
         derive_full=(_C(64, 64, 64, 1, 4),),
         budget=1 << 30,
+        balance=1,
+        launch=1,
+        slower=(0.0, 0.0, 0.0),
     ),
 }
 
@@ -213,6 +278,8 @@ _SECOND_OPERAND = 10
 
 def prune(config: LinearConfig, problem: LinearProblem, facts: DeviceFacts) -> str | None:
     """Why the configuration cannot or should not serve the problem on this device; None: it can."""
+    if config.kernel == "torch":
+        return None if problem.torch_serves else "torch's product has another dtype or precision"
     if not config.prologue and not problem.derives:
         return "nothing to compute before the product"
     if config.shared_memory(problem) > facts.shared_memory:
@@ -224,6 +291,8 @@ def prune(config: LinearConfig, problem: LinearProblem, facts: DeviceFacts) -> s
         return "more than 128 sums a thread"
     if (config.rows >= 2 * max(problem.rows, 16)) or (config.cols >= 2 * max(problem.cols, 64)):
         return "more than half of the tile is padding"
+    if config.splits > 1 and config.splits * config.depth * 4 > problem.depth:
+        return "fewer than four steps a program"
     return None
 
 
@@ -244,7 +313,16 @@ def defaults_for(facts: DeviceFacts) -> Defaults:
 
 
 def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
-    """A configuration that always fits: the largest tile of the table that leaves no multiprocessor idle."""
+    """A configuration that always fits: a tile of the table, or torch's product where that is expected to be faster."""
+    defaults = defaults_for(facts)
+    if problem.torch_serves and not _fusion_pays(problem, defaults):
+        return TORCH
+    return tiled_config(problem, facts)
+
+
+def tiled_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
+    """The largest tile of the table that leaves no multiprocessor idle; for a deep and small result, several programs
+    a tile."""
     defaults = defaults_for(facts)
     tiles = _tiles(problem, defaults, facts)
     fitting = [c for c in tiles if prune(c, problem, facts) is None] or [tiles[-1]]
@@ -252,12 +330,43 @@ def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
     fitting = [c for c in fitting if c.rows >= min(problem.rows, 64)] or fitting
     chosen = fitting[-1]
     for config in fitting:
-        if ceil_div(problem.rows, config.rows) * ceil_div(problem.cols, config.cols) >= facts.multiprocessor_count:
+        if _programs(config, problem) >= facts.multiprocessor_count:
             chosen = config
             break
     if problem.derives and not _prologue_pays(problem, chosen, defaults.budget, facts):
-        chosen = replace(chosen, prologue=False)
-    return chosen
+        return replace(chosen, prologue=False)
+    if problem.derives:
+        return chosen
+    # Eight steps a program at the least, so that the sums of a program are worth their way through memory.
+    splits = min(facts.multiprocessor_count // _programs(chosen, problem), problem.depth // (8 * chosen.depth), 16)
+    return replace(chosen, splits=1 << (splits.bit_length() - 1)) if splits > 1 else chosen
+
+
+def _programs(config: LinearConfig, problem: LinearProblem) -> int:
+    return ceil_div(problem.rows, config.rows) * ceil_div(problem.cols, config.cols)
+
+
+def _fusion_pays(problem: LinearProblem, defaults: Defaults) -> bool:
+    """Whether our product, ``slower`` than torch's by assumption, saves more than that in passes over the result.
+
+    All in bytes of device memory that take as long. A result of few rows is bound by the reading of the weight, where
+    neither is faster.
+    """
+    if problem.rows <= 16 and problem.product == "forward":
+        return True
+    # A pass of its own reads the result and writes it; what is written down for the backward need not be written twice.
+    saved = 0
+    if problem.product == "forward" and (problem.activation is not None or problem.extras):
+        passes = 1 if problem.keeps else 2
+        saved = passes * problem.itemsize * problem.rows * problem.cols + defaults.launch
+    elif problem.derives:
+        saved = 3 * problem.itemsize * problem.rows * problem.depth + defaults.launch
+    slower, balance = defaults.slower[0], float(defaults.balance)
+    if problem.itemsize == 4:
+        # TF32 has half the rate of 16 bits; full precision about a sixteenth, without tensor cores.
+        slower, balance = (defaults.slower[1], balance / 2) if problem.tf32 else (defaults.slower[2], balance / 16)
+    product = 2 * problem.rows * problem.cols * problem.depth / balance
+    return (slower - 1) * product <= saved
 
 
 def _tiles(problem: LinearProblem, defaults: Defaults, facts: DeviceFacts) -> _Tiles:
@@ -267,11 +376,15 @@ def _tiles(problem: LinearProblem, defaults: Defaults, facts: DeviceFacts) -> _T
         if problem.derives:
             return defaults.derive_full
         if problem.tf32 and defaults.tf32:
+            if problem.precision == "tf32x3":
+                return _TF32X3
             return defaults.tf32 if problem.aligned else _UNALIGNED_TF32
         return defaults.full
     if not problem.aligned:
         return _UNALIGNED_DERIVE if problem.derives else _UNALIGNED_HALF
-    return defaults.derive_half if problem.derives else defaults.half
+    if problem.derives:
+        return defaults.derive_half
+    return defaults.half[1:] if problem.extras else defaults.half  # dropout and a residual want registers
 
 
 def _prologue_pays(problem: LinearProblem, config: LinearConfig, budget: int, facts: DeviceFacts) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fusedops.linear.activations import check_activation
-from fusedops.linear.functional import linear
+from fusedops.linear.functional import check_flag, linear
 from fusedops.norm_linear.functional import layer_norm_linear, rms_norm_linear
-from fusedops.runtime.checks import check_number, wrong_value
+from fusedops.runtime.checks import check_number, check_probability, wrong_value
 
 
 class Linear(torch.nn.Linear):
@@ -23,11 +23,15 @@ class Linear(torch.nn.Linear):
         device, dtype: of the parameters.
         activation: applied to the result: None, or a name that :func:`fusedops.linear` takes. It has no parameters:
             the state_dict is that of torch.nn.Linear.
+        dropout: probability that an element of the result is dropped, in training mode only.
+        recompute, fuse_wgrad_accumulation: as for :func:`fusedops.linear`.
+
+    ``forward(input, residual=None)``: the residual is added last.
 
     Shapes and dtypes as of :func:`fusedops.linear`.
 
     Raises:
-        TypeError, ValueError: ``activation`` is not one that :func:`fusedops.linear` takes.
+        TypeError, ValueError: an argument is not one that :func:`fusedops.linear` takes.
 
     Example:
         >>> import torch, fusedops
@@ -45,17 +49,39 @@ class Linear(torch.nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         activation: str | None = None,
+        dropout: float = 0.0,
+        recompute: bool = False,
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         check_activation("Linear", activation)
+        check_probability("Linear", "dropout", dropout)
+        check_flag("Linear", "recompute", recompute)
+        check_flag("Linear", "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
+        self.dropout = dropout
+        self.recompute = recompute
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(input, self.weight, self.bias, self.activation)
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(
+            input, self.weight, self.bias, self.activation, residual=residual,
+            dropout_p=self.dropout if self.training else 0.0, recompute=self.recompute,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        text = super().extra_repr()
-        return text if self.activation is None else f"{text}, activation={self.activation!r}"
+        options = {
+            name: value
+            for name, value in (
+                ("activation", self.activation),
+                ("dropout", self.dropout),
+                ("recompute", self.recompute),
+                ("fuse_wgrad_accumulation", self.fuse_wgrad_accumulation),
+            )
+            if value
+        }
+        return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in options.items())])
 
 
 class _NormFirst(torch.nn.Module):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fusedops.linear.activations import keeps_preactivation
 from fusedops.linear.autograd import linear_backward_op, linear_op
+from fusedops.linear.reference import keeps_output
 from fusedops.norm.autograd import norm_backward_op, norm_op
 from fusedops.runtime.library import below_autograd, first_order_only, register
 
@@ -40,19 +40,19 @@ class NormLinear(torch.autograd.Function):
         activation: str | None,
         dtype: torch.dtype,
         save: bool,
-        allow_tf32: bool,
+        precision: str,
     ) -> _Outputs:
         arguments = (eps, weight_offset, kind, activation)
         with below_autograd():
             output, saved, mean, rstd = norm_linear_op(
-                input, norm_weight, norm_bias, weight, bias, *arguments, dtype, True, allow_tf32
+                input, norm_weight, norm_bias, weight, bias, *arguments, dtype, True, precision
             )
         needs = list(ctx.needs_input_grad[:5])
         of_input, of_norm_weight, of_norm_bias, of_weight, _ = needs
         of_normalised = of_input or of_norm_weight or of_norm_bias
         derivative_of = None
         if activation is not None:
-            derivative_of = saved if keeps_preactivation(activation) else output
+            derivative_of = output if keeps_output(activation) else saved
         ctx.save_for_backward(
             input if of_input or of_norm_weight or of_weight else None,
             norm_weight if of_input or of_weight else None,
@@ -65,7 +65,7 @@ class NormLinear(torch.autograd.Function):
         tensors = (input, norm_weight, norm_bias, weight, bias)
         transposed = weight.stride(0) == 1 and weight.stride(1) != 1
         ctx.arguments = (
-            *arguments, needs, *(dtype if t is None else t.dtype for t in tensors), transposed, allow_tf32
+            *arguments, needs, *(dtype if t is None else t.dtype for t in tensors), transposed, precision
         )  # fmt: skip
         ctx.mark_non_differentiable(saved, mean, rstd)
         ctx.set_materialize_grads(False)
@@ -93,7 +93,7 @@ def _norm_linear(
     activation: str | None,
     dtype: torch.dtype,
     save: bool,
-    allow_tf32: bool,
+    precision: str,
 ) -> _Outputs:
     """``activation(norm(input) @ weight.T + bias)`` over the last dimension, the norm rounded to ``dtype``.
 
@@ -103,7 +103,9 @@ def _norm_linear(
         normalised, _, mean, rstd = norm_op(
             input, None, norm_weight, norm_bias, None, 1, eps, weight_offset, kind, 0.0, dtype, False
         )
-        output, saved = linear_op(normalised, weight, bias, activation, save, allow_tf32)
+        output, saved = linear_op(
+            normalised, weight, bias, None, None, None, activation, 0.0, dtype, save, False, precision
+        )  # fmt: skip
     return output, saved, mean, rstd
 
 
@@ -127,7 +129,7 @@ def _norm_linear_backward(
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
     transposed: bool,
-    allow_tf32: bool,
+    precision: str,
 ) -> _Gradients:
     """Gradients of input, norm_weight, norm_bias, weight and bias; one that is not wanted has shape (0,).
 
@@ -143,8 +145,8 @@ def _norm_linear_backward(
                 input, None, norm_weight, norm_bias, None, 1, eps, weight_offset, kind, 0.0, grad_output.dtype, False
             )[0]
         grad_normalised, dw, db = linear_backward_op(
-            grad_output, normalised, weight, saved, activation, of_normalised, of_weight, of_bias,
-            weight_dtype, bias_dtype, transposed, allow_tf32,
+            grad_output, normalised, weight, saved, None, activation, 0.0, [of_normalised, of_weight, of_bias],
+            grad_output.dtype, weight_dtype, bias_dtype, transposed, precision,
         )  # fmt: skip
         del normalised
         if not of_normalised:
@@ -160,7 +162,7 @@ def _norm_linear_backward(
 
 norm_linear_op = register(
     "norm_linear(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, float eps,"
-    " float weight_offset, str kind, str? activation, ScalarType dtype, bool save, bool allow_tf32)"
+    " float weight_offset, str kind, str? activation, ScalarType dtype, bool save, str precision)"
     " -> (Tensor output, Tensor saved, Tensor mean, Tensor rstd)",
     kernel=_norm_linear,
     fake=_norm_linear,
@@ -170,7 +172,7 @@ norm_linear_backward_op = register(
     "norm_linear_backward(Tensor grad_output, Tensor? input, Tensor? norm_weight, Tensor? norm_bias, Tensor? weight,"
     " Tensor? saved, Tensor? mean, Tensor? rstd, float eps, float weight_offset, str kind, str? activation,"
     " bool[] needs, ScalarType input_dtype, ScalarType norm_weight_dtype, ScalarType norm_bias_dtype,"
-    " ScalarType weight_dtype, ScalarType bias_dtype, bool transposed, bool allow_tf32)"
+    " ScalarType weight_dtype, ScalarType bias_dtype, bool transposed, str precision)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernel=_norm_linear_backward,
     fake=_norm_linear_backward,

@@ -11,7 +11,7 @@ from fusedops.norm_linear import reference
 from fusedops.norm_linear.autograd import norm_linear_op
 from fusedops.runtime.backend import explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import check_number, check_parameter
-from fusedops.runtime.precision import autocast_dtype, tf32_allowed
+from fusedops.runtime.precision import autocast_dtype, float32_precision
 
 
 def _check_norm_parameter(function: str, argument: str, value: torch.Tensor | None, input: torch.Tensor) -> None:
@@ -167,8 +167,8 @@ def _fused(
     dtype = autocast_dtype(input)
     if mixed or dtype != input.dtype:
         weight, bias = cast_parameters(weight, bias, dtype)
-    allow_tf32 = dtype == torch.float32 and tf32_allowed(input)
+    precision = float32_precision(input) if dtype == torch.float32 else "ieee"
     return norm_linear_op(
         input, norm_weight, norm_bias, weight, bias, float(eps), float(weight_offset), kind, activation, dtype,
-        False, allow_tf32,
+        False, precision,
     )[0]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fusedops.runtime.checks import wrong_type, wrong_value
 from fusedops.runtime.device import device_facts
 
 
@@ -38,6 +39,37 @@ def _tf32_setting() -> bool:
 # torch.compile guards on this setting by itself and traces the graph again when it changes, so a graph may hold it
 # as a constant; it cannot trace the getter. This is what torch.compiler.assume_constant_result sets.
 _tf32_setting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+
+
+def float32_precision(tensor: torch.Tensor, asked: str | None = None) -> str:
+    """How a float32 product of this tensor is computed: ``ieee``, ``tf32`` or ``tf32x3``.
+
+    Args:
+        tensor: an operand in the dtype that is multiplied. Other dtypes than float32 are multiplied as they are: ``ieee``.
+        asked: one of these by name; None: what torch's setting says now (:func:`tf32_allowed`).
+    """
+    if tensor.dtype != torch.float32:
+        return "ieee"
+    if asked is None:
+        return "tf32" if tf32_allowed(tensor) else "ieee"
+    return asked
+
+
+def check_precision(function: str, value: str | None) -> None:
+    """TypeError or ValueError unless it is None or a name that ``float32_precision`` takes."""
+    takes = f"None or one of {', '.join(map(repr, PRECISIONS))}"
+    if value is not None and not isinstance(value, str):
+        wrong_type(function, "fp32_precision", takes, value)
+    if value is not None and value not in PRECISIONS:
+        wrong_value(function, "fp32_precision", takes, value)
+
+
+def dot_precision(tensor: torch.Tensor, precision: str) -> str:
+    """``input_precision`` of a ``tl.dot`` on this tensor: ``precision`` where the device has TF32, else ``ieee``."""
+    return precision if device_facts(tensor.device).capability >= 80 else "ieee"
 
 
 def input_precision(tensor: torch.Tensor, allow_tf32: bool | None = None) -> str:

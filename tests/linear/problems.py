@@ -98,12 +98,15 @@ def check(x, weight, bias, activation, grad=None):
     return output
 
 
-def use_config(monkeypatch, **fields):
-    """Let every kernel run with its default configuration, these fields replaced."""
+def use_config(monkeypatch, kernel="tiled", **fields):
+    """Let every product run on a kernel with its default tile, these fields replaced, or on torch's own product."""
     from fusedops.linear import kernels_common
+    from fusedops.linear.tuning import TORCH, tiled_config
 
     def chosen(problem, device, default_config):
-        config = default_config(problem, fusedops.runtime.device.device_facts(device))
+        if kernel == "torch" and problem.torch_serves:
+            return TORCH
+        config = tiled_config(problem, fusedops.runtime.device.device_facts(device))
         return replace(config, **{k: v for k, v in fields.items() if k != "prologue" or problem.derives})
 
     monkeypatch.setattr(kernels_common, "resolve", chosen)

@@ -37,6 +37,33 @@ WRONG = {
     "activation is unhashable": (TypeError, "activation must be None or one of", (X, W, B, ["relu"])),
 }  # fmt: skip
 
+WRONG_OPTION = {
+    "residual is a number": (TypeError, "residual must be a torch.Tensor; got 1.0", {"residual": 1.0}),
+    "residual is of another shape": (ValueError, r"residual must be of the output's shape \(2, 4\)", {"residual": B}),
+    "residual is elsewhere": (ValueError, "residual must be on the device of input", {"residual": W[:2, :4].to("meta")}),
+    "residual is integral": (TypeError, "residual must be a floating-point", {"residual": torch.ones(2, 4).int()}),
+    "dropout_p is above 1": (ValueError, "dropout_p must be a probability", {"dropout_p": 1.5}),
+    "dropout_p is NaN": (ValueError, "dropout_p must be a probability", {"dropout_p": float("nan")}),
+    "dropout_p is text": (TypeError, "dropout_p must be a number", {"dropout_p": "0.1"}),
+    "out_dtype is text": (TypeError, "out_dtype must be a torch.dtype", {"out_dtype": "float32"}),
+    "out_dtype is integral": (ValueError, "out_dtype must be a floating dtype", {"out_dtype": torch.int8}),
+    "recompute is a number": (TypeError, "recompute must be a bool; got 1", {"recompute": 1}),
+    "fp32_precision is unknown": (ValueError, "fp32_precision must be None or .*'tf32x3'", {"fp32_precision": "fast"}),
+    "fp32_precision is a bool": (TypeError, "fp32_precision must be None or", {"fp32_precision": True}),
+    "fuse_wgrad_accumulation is text": (
+        TypeError, "fuse_wgrad_accumulation must be a bool", {"fuse_wgrad_accumulation": "yes"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_OPTION)
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_wrong_option(case, backend):
+    error, message, options = WRONG_OPTION[case]
+    with fusedops.backend(backend):
+        for call in (fusedops.linear, lambda *a, **k: fusedops.explain(fusedops.linear, *a, **k)):
+            with pytest.raises(error, match=f"^linear: {message}"):
+                call(X, W, B, "gelu", **options)
+
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("backend", ["torch", "auto"])
@@ -58,3 +85,9 @@ def test_float64_is_refused_where_the_kernels_are_demanded(kernel_runner):
     x = torch.ones(2, 8, dtype=torch.float64, device=kernel_runner.device)
     with pytest.raises(fusedops.BackendError, match=r"linear: .*float64"):
         fusedops.linear(x, x)
+
+
+def test_explain_looks_at_the_residual_and_the_result_too(kernel_runner):
+    double = torch.ones(2, 4, dtype=torch.float64)
+    for options in ({"residual": double}, {"out_dtype": torch.float64}):
+        assert any("float64" in r for r in fusedops.explain(fusedops.linear, X, W, **options).reasons)

@@ -9,29 +9,57 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops.runtime.device import TARGETS, pretend
 from tests.harness.tensors import randn
-from tests.linear.problems import EVERY_ACTIVATION, TORCHS, tensors
+from tests.linear.problems import EVERY_ACTIVATION, TORCHS, tensors, use_config
 
-FLOATS = (torch.float32, torch.float32)
+FLOATS = (torch.float32,) * 3
+
+
+def call_op(x, weight, bias, activation, *, residual=None, seed=None, dropout_p=0.0, save=False, recompute=False):
+    """The library op as the public function calls it."""
+    return torch.ops.fusedops.linear.default(
+        *op_arguments(x, weight, bias, activation, residual, seed, dropout_p, save, recompute)
+    )
+
+
+def op_arguments(x, weight, bias, activation, residual=None, seed=None, dropout_p=0.0, save=False, recompute=False):
+    return x, weight, bias, residual, seed, None, activation, dropout_p, x.dtype, save, recompute, "ieee"
 
 
 @pytest.mark.parametrize(("activation", "bias"), [(None, False), ("relu", True), ("gelu", True)], ids=str)
 def test_opcheck(kernel_runner, activation, bias):
-    x, weight, b = tensors(kernel_runner, (3, 5, 24), 12, bias=bias)
+    leaves = tensors(kernel_runner, (3, 5, 24), 12, bias=bias)
     op = torch.ops.fusedops.linear.default
-    torch.library.opcheck(op, (x, weight, b, activation, False, False))
-    x, weight, b = (t if t is None else t.detach() for t in (x, weight, b))
-    y, saved = op(x, weight, b, activation, True, False)
-    torch.library.opcheck(op, (x, weight, b, activation, True, False))
+    torch.library.opcheck(op, op_arguments(*leaves, activation))
+    x, weight, b = (t if t is None else t.detach() for t in leaves)
+    y, saved = call_op(x, weight, b, activation, save=True)
+    torch.library.opcheck(op, op_arguments(x, weight, b, activation, save=True))
     read = {None: None, "relu": y}.get(activation, saved)
     for transposed in (False, True):
         torch.library.opcheck(
             torch.ops.fusedops.linear_backward.default,
-            (torch.randn_like(y), x, weight, read, activation, True, True, bias, *FLOATS, transposed, False),
-        )
+            (torch.randn_like(y), x, weight, read, None, activation, 0.0, [True, True, bias], *FLOATS, transposed,
+             "ieee"),
+        )  # fmt: skip
     torch.library.opcheck(
         torch.ops.fusedops.linear_backward.default,
-        (torch.randn_like(y), None, None, read, activation, False, False, True, *FLOATS, False, False),
+        (torch.randn_like(y), None, None, read, None, activation, 0.0, [False, False, True], *FLOATS, False, "ieee"),
     )
+
+
+def test_opcheck_with_everything(kernel_runner):
+    leaves = tensors(kernel_runner, (3, 5, 24), 12)
+    residual = randn(3, 5, 12, device=kernel_runner.device, requires_grad=True)
+    seed = torch.tensor([7], device=kernel_runner.device)
+    op = torch.ops.fusedops.linear.default
+    for recompute in (False, True):
+        torch.library.opcheck(op, op_arguments(*leaves, "relu", residual, seed, 0.5, recompute=recompute))
+    x, weight, _ = (t.detach() for t in leaves)
+    main_grad = torch.zeros_like(weight)
+    torch.library.opcheck(
+        torch.ops.fusedops.linear_backward_accumulate.default,
+        (torch.randn(3, 5, 12, device=x.device), x, weight, residual.detach(), seed, "relu", 0.5, [True, True, True],
+         *FLOATS, False, "ieee", main_grad),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -173,8 +201,13 @@ def test_export_then_run_and_backward(kernel_runner):
 def test_an_op_that_cannot_launch_computes_the_definition(activation):
     """A graph that was made for the kernels and runs where there are none: here because of its float64 tensors."""
     x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 5), (4, 5), (4,)))
-    op = torch.ops.fusedops.linear
-    assert torch.autograd.gradcheck(lambda *t: op(*t, activation, False, False)[0], (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda *t: call_op(*t, activation)[0], (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda *t: call_op(*t, activation, recompute=True)[0], (x, weight, bias))
+    # With everything, where the derivative is a function of a tensor that only the backward reads.
+    seed, residual = torch.tensor([3]), torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *t: call_op(*t[:3], activation, residual=t[3], seed=seed, dropout_p=0.4)[0], (x, weight, bias, residual)
+    )
 
 
 def test_the_definition_chooses_its_dtypes_under_autocast_too(monkeypatch):
@@ -184,7 +217,7 @@ def test_the_definition_chooses_its_dtypes_under_autocast_too(monkeypatch):
     x, weight = (torch.randn(s, requires_grad=True) for s in ((3, 24), (12, 24)))
     grad = torch.randn(3, 12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, _ = torch.ops.fusedops.linear(x, weight, None, "silu", False, False)
+        y, _ = call_op(x, weight, None, "silu")
         ours = (y, *torch.autograd.grad(y, (x, weight), grad))
     z = torch.nn.functional.silu(x @ weight.t())
     for a, b in zip(ours, (z, *torch.autograd.grad(z, (x, weight), grad)), strict=True):
@@ -205,13 +238,14 @@ def float32_precision():
 @pytest.mark.parametrize("target", ["sm_75", "sm_80"])
 def test_the_setting_reaches_every_product(monkeypatch, allowed, target):
     """Forward and backward, which keeps what held in the forward; the interpreter rounds operands to TF32 as asked."""
-    from fusedops.linear import functional
+    from fusedops.runtime import precision
 
     x, weight, grad = torch.randn(5, 40, requires_grad=True), torch.randn(7, 40, requires_grad=True), torch.randn(5, 7)
-    monkeypatch.setattr(functional, "tf32_allowed", lambda tensor: allowed)
+    use_config(monkeypatch)
+    monkeypatch.setattr(precision, "tf32_allowed", lambda tensor: allowed)
     with fusedops.backend("triton"), pretend(TARGETS[target]):
         y = fusedops.linear(x, weight)
-        monkeypatch.setattr(functional, "tf32_allowed", lambda tensor: not allowed)
+        monkeypatch.setattr(precision, "tf32_allowed", lambda tensor: not allowed)
         results = [y, *torch.autograd.grad(y, (x, weight), grad)]
     exact = [x.double() @ weight.double().t(), grad.double() @ weight.double(), grad.double().t() @ x.double()]
     for ours, right in zip(results, exact, strict=True):
@@ -220,10 +254,9 @@ def test_the_setting_reaches_every_product(monkeypatch, allowed, target):
 
 
 def test_a_compiled_graph_follows_the_setting(kernel_runner, monkeypatch, float32_precision):
-    from fusedops.linear import functional
     from fusedops.runtime import precision
 
-    monkeypatch.setattr(functional, "tf32_allowed", lambda tensor: precision._tf32_setting())
+    monkeypatch.setattr(precision, "tf32_allowed", lambda tensor: precision._tf32_setting())
     x, weight, _ = (t.detach() for t in tensors(kernel_runner, (3, 24), 12))
     seen = []
 
@@ -236,4 +269,4 @@ def test_a_compiled_graph_follows_the_setting(kernel_runner, monkeypatch, float3
     compiled(x, weight)
     float32_precision("high")
     compiled(x, weight)
-    assert seen == [False, True]
+    assert seen == ["ieee", "tf32"]

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from fusedops.linear.activations import ACTIVATIONS
-from fusedops.linear.tuning import DEFAULTS, SPACE, LinearConfig, LinearProblem, default_config, prune
+from fusedops.linear.tuning import (
+    DEFAULTS,
+    TORCH,
+    LinearConfig,
+    LinearProblem,
+    default_config,
+    linear_space,
+    prune,
+    tiled_config,
+)
 from fusedops.runtime.device import INTERPRETER, TARGETS, DeviceFacts
 
 UNKNOWN = [
@@ -26,20 +35,24 @@ SIZES = (0, 1, 16, 33, 64, 100, 768, 50257)
 
 
 def problems():
-    for product, sizes, (itemsize, tf32), activation, aligned in itertools.product(
+    for product, sizes, (itemsize, precision), activation, aligned in itertools.product(
         ("forward", "grad_input", "grad_weight"),
         itertools.product(SIZES, SIZES, (0, 4096)),
-        ((2, False), (4, False), (4, True)),
+        ((2, "ieee"), (4, "ieee"), (4, "tf32"), (4, "tf32x3")),
         (None, "relu", "gelu"),
         (True, False),
     ):
-        yield LinearProblem.of(product, *sizes, itemsize=itemsize, activation=activation, tf32=tf32, aligned=aligned)
+        yield LinearProblem.of(
+            product, *sizes, itemsize=itemsize, activation=activation, precision=precision, aligned=aligned
+        )
 
 
 @pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")
 def test_every_problem_has_a_configuration_that_fits(facts):
     for problem in problems():
-        config = default_config(problem, facts)
+        config = tiled_config(problem, facts)
+        assert default_config(problem, facts) in (config, TORCH)
+        assert default_config(replace(problem, torch_serves=False), facts) == replace(config)
         assert config.shared_memory(problem) <= facts.shared_memory, (problem, config)
         assert config.num_warps * facts.warp_size <= 1024
         for size in (config.rows, config.cols, config.depth):
@@ -51,15 +64,16 @@ def test_every_problem_has_a_configuration_that_fits(facts):
 
 
 def test_the_space_holds_something_for_every_problem_and_the_defaults_of_every_gpu():
+    space = set(linear_space())
     for facts in TARGETS.values():
         problem = LinearProblem.of("forward", 64, 64, 64, itemsize=4, activation="gelu")
-        assert any(prune(config, problem, facts) is None for config in SPACE)
+        assert any(prune(config, problem, facts) is None for config in space)
     for name, defaults in DEFAULTS.items():
         if name == "interpreter":
             continue
         for field in ("half", "tf32", "full", "derive_half", "derive_full"):
             for config in getattr(defaults, field):
-                assert config in SPACE, (name, field, config)
+                assert config in space, (name, field, config)
 
 
 def test_near_sizes_are_one_problem():
@@ -71,15 +85,15 @@ def test_near_sizes_are_one_problem():
 def test_few_rows_get_a_thin_tile():
     for rows, tile in ((1, 16), (16, 16), (17, 32), (64, 64)):
         problem = LinearProblem.of("forward", rows, 4096, 4096)
-        assert default_config(problem, TARGETS["sm_90"]).rows == tile
+        assert tiled_config(problem, TARGETS["sm_90"]).rows == tile
 
 
 def test_a_small_result_gets_small_tiles_so_that_no_multiprocessor_idles():
     large = LinearProblem.of("forward", 8192, 8192, 8192, activation="gelu")
     small = LinearProblem.of("forward", 512, 1024, 4096, activation="gelu")
     facts = TARGETS["sm_90"]
-    assert default_config(large, facts).rows * default_config(large, facts).cols == 128 * 256
-    assert default_config(small, facts).rows * default_config(small, facts).cols == 64 * 64
+    assert tiled_config(large, facts).rows * tiled_config(large, facts).cols == 128 * 256
+    assert tiled_config(small, facts).rows * tiled_config(small, facts).cols == 64 * 64
 
 
 def test_the_derivative_is_computed_in_the_prologue_where_few_block_columns_repeat_it():
@@ -87,7 +101,7 @@ def test_the_derivative_is_computed_in_the_prologue_where_few_block_columns_repe
 
     def prologue(activation, in_features, rows=2**15):
         problem = LinearProblem.of("grad_input", rows, in_features, 4096, activation=activation)
-        return default_config(problem, facts).prologue
+        return tiled_config(problem, facts).prologue
 
     assert prologue("relu", 128)
     assert not prologue("gelu", 4096)
@@ -111,3 +125,38 @@ def test_prune_names_what_does_not_fit():
     assert "padding" in prune(config, replace(problem, cols=64), TARGETS["sm_90"])
     assert "threads" in prune(replace(config, num_warps=32), problem, TARGETS["gfx950"])
     assert prune(replace(config, prologue=False), problem, TARGETS["sm_90"]) is not None
+
+
+def test_torchs_product_is_a_candidate_wherever_it_gives_what_is_asked_for():
+    problem = LinearProblem.of("forward", 4096, 4096, 4096, activation="gelu")
+    assert TORCH in set(linear_space())
+    assert prune(TORCH, problem, TARGETS["sm_90"]) is None
+    assert "dtype or precision" in prune(TORCH, replace(problem, torch_serves=False), TARGETS["sm_90"])
+
+
+def test_the_default_is_torchs_product_where_the_fusion_saves_less_than_a_slower_product_costs():
+    def default(target, m, n, k, product="forward", **fields):
+        return default_config(LinearProblem.of(product, m, n, k, **fields), TARGETS[target])
+
+    for target in TARGETS:
+        assert default(target, 8192, 8192, 65536, activation="gelu") == TORCH  # a deep product: little to save
+        assert default(target, 8192, 8192, 65536, activation="gelu", torch_serves=False).kernel == "tiled"
+        assert default(target, 8192, 8192, 4096) == TORCH  # nothing to save
+        assert default(target, 1, 4096, 4096).kernel == "tiled"  # bound by the weight, whoever reads it
+        assert default(target, 128, 256, 128, activation="gelu").kernel == "tiled"  # a launch is saved
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        assert default(target, 8192, 4096, 256, activation="gelu").kernel == "tiled"  # a shallow one: much to save
+    assert default("sm_75", 8192, 4096, 1024, activation="gelu") == TORCH  # Triton has no tensor cores there
+
+
+def test_a_deep_product_with_a_small_result_has_several_programs_a_tile():
+    facts = TARGETS["sm_90"]
+    tall = LinearProblem.of("grad_weight", 256, 256, 2**17)
+    config = tiled_config(tall, facts)
+    assert config.splits > 1
+    tiles = -(-256 // config.rows) * -(-256 // config.cols)
+    assert tiles * config.splits <= facts.multiprocessor_count
+    assert prune(config, tall, facts) is None
+    assert tiled_config(replace(tall, depth=64), facts).splits == 1
+    assert tiled_config(LinearProblem.of("grad_weight", 8192, 8192, 2**17), facts).splits == 1
+    assert "steps" in prune(replace(config, splits=16), replace(tall, depth=512), facts)

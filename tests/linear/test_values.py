@@ -162,9 +162,9 @@ def test_any_configuration_gives_the_result(kernel_runner, monkeypatch, config):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_the_bias_gradient_of_many_rows(kernel_runner, monkeypatch, splits):
     """A frozen weight and input: the column sums are shared by programs, each with a partial sum."""
-    from fusedops.linear import kernels_backward
+    from fusedops.linear import kernels_preactivation
 
-    facts = replace(kernels_backward.device_facts(kernel_runner.device), multiprocessor_count=splits)
-    monkeypatch.setattr(kernels_backward, "device_facts", lambda device: facts)
+    facts = replace(kernels_preactivation.device_facts(kernel_runner.device), multiprocessor_count=splits)
+    monkeypatch.setattr(kernels_preactivation, "device_facts", lambda device: facts)
     x, weight, bias = tensors(kernel_runner, (900, 8), 5)
     check(x.detach(), weight.detach(), bias, "silu")

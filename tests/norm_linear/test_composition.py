@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops.runtime.device import TARGETS, pretend
 from tests.harness.tensors import randn
-from tests.linear.problems import TORCHS
+from tests.linear.problems import TORCHS, use_config
 from tests.norm_linear.problems import BOTH, NAMES, tensors
 
 LAYER, RMS = BOTH
@@ -23,9 +23,9 @@ def test_opcheck(kernel_runner, function, activation, missing):
     leaves = tensors(kernel_runner, function, (3, 5, 24), 12, missing=missing)
     arguments = (1e-5, 0.0, function.kind, activation)
     op = torch.ops.fusedops.norm_linear.default
-    torch.library.opcheck(op, (*leaves, *arguments, torch.float32, False, False))
+    torch.library.opcheck(op, (*leaves, *arguments, torch.float32, False, "ieee"))
     x, norm_weight, norm_bias, weight, _ = leaves = [t if t is None else t.detach() for t in leaves]
-    y, saved, mean, rstd = op(*leaves, *arguments, torch.float32, True, False)
+    y, saved, mean, rstd = op(*leaves, *arguments, torch.float32, True, "ieee")
     read = saved if activation else None
     given = {
         "everything": (x, norm_weight, norm_bias, weight, read, mean, rstd),
@@ -37,7 +37,7 @@ def test_opcheck(kernel_runner, function, activation, missing):
         needs = [t is not None and wanted in (name, "everything") for name, t in zip(NAMES, leaves, strict=True)]
         torch.library.opcheck(
             torch.ops.fusedops.norm_linear_backward.default,
-            (torch.randn_like(y), *given[wanted], *arguments, needs, *FLOATS, wanted == "weight", False),
+            (torch.randn_like(y), *given[wanted], *arguments, needs, *FLOATS, wanted == "weight", "ieee"),
         )
 
 
@@ -201,7 +201,7 @@ def test_an_op_that_cannot_launch_computes_the_definition(function):
     op = torch.ops.fusedops.norm_linear
 
     def call(*leaves):
-        return op(*leaves, 1e-5, 0.5, function.kind, "silu", torch.float64, False, False)[0]
+        return op(*leaves, 1e-5, 0.5, function.kind, "silu", torch.float64, False, "ieee")[0]
 
     if function.center:
         assert torch.autograd.gradcheck(call, leaves)
@@ -219,14 +219,15 @@ def float32_precision():
 @pytest.mark.parametrize("allowed", [False, True], ids=["full", "tf32"])
 def test_the_tf32_setting_reaches_every_product(monkeypatch, allowed):
     """Forward and backward, which keeps what held in the forward; the interpreter rounds operands to TF32 as asked."""
-    from fusedops.norm_linear import functional
+    from fusedops.runtime import precision
 
     x, weight = torch.randn(5, 40, requires_grad=True), torch.randn(7, 40, requires_grad=True)
     grad = torch.randn(5, 7)
-    monkeypatch.setattr(functional, "tf32_allowed", lambda tensor: allowed)
+    use_config(monkeypatch)
+    monkeypatch.setattr(precision, "tf32_allowed", lambda tensor: allowed)
     with fusedops.backend("triton"), pretend(TARGETS["sm_80"]):
         y = fusedops.rms_norm_linear(x, None, weight, eps=1e-5)
-        monkeypatch.setattr(functional, "tf32_allowed", lambda tensor: not allowed)
+        monkeypatch.setattr(precision, "tf32_allowed", lambda tensor: not allowed)
         results = [y, *torch.autograd.grad(y, (x, weight), grad)]
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     truth = RMS.plain(wide[0], None, None, wide[1], None)
@@ -237,10 +238,9 @@ def test_the_tf32_setting_reaches_every_product(monkeypatch, allowed):
 
 
 def test_a_compiled_graph_follows_the_tf32_setting(kernel_runner, monkeypatch, float32_precision):
-    from fusedops.norm_linear import functional
     from fusedops.runtime import precision
 
-    monkeypatch.setattr(functional, "tf32_allowed", lambda tensor: precision._tf32_setting())
+    monkeypatch.setattr(precision, "tf32_allowed", lambda tensor: precision._tf32_setting())
     x, _, _, weight, _ = (t if t is None else t.detach() for t in tensors(kernel_runner, RMS, (3, 24), 12))
     seen = []
 
@@ -253,4 +253,4 @@ def test_a_compiled_graph_follows_the_tf32_setting(kernel_runner, monkeypatch, f
     compiled(x, weight)
     float32_precision("high")
     compiled(x, weight)
-    assert seen == [False, True]
+    assert seen == ["ieee", "tf32"]
