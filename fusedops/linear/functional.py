@@ -221,8 +221,8 @@ def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Where the weight's gradient is added; None where none is wanted."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            "linear: fuse_wgrad_accumulation=True writes to weight.main_grad in the backward, which torch.compile cannot"
-            " trace; leave this call out of the compiled region (torch.compiler.disable)"
+            "linear: fuse_wgrad_accumulation=True writes to weight.main_grad in the backward, which torch.compile"
+            " cannot trace; leave this call out of the compiled region (torch.compiler.disable)"
         )
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None

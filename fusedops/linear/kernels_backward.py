@@ -216,13 +216,10 @@ def grad_input_product(
     if config.kernel == "torch":
         with no_autocast(dy):
             torch.mm(dy, w, out=dx)
-            for dy2, w2 in pairs[1:]:
-                torch.addmm(dx, dy2, w2, out=dx)
+            for pair in pairs[1:]:
+                torch.addmm(dx, *pair, out=dx)
         return
-    dy2: torch.Tensor | None = None
-    w2: torch.Tensor | None = None
-    if len(pairs) > 1:
-        dy2, w2 = pairs[1]
+    dy2, w2 = pairs[1] if len(pairs) > 1 else (None, None)
     sums = partial_sums(config, M, K, dy)
     grad_input_kernel[tiles(config, M, K)](
         dy, s, w, dy2, w2, dx, sums, M, N, K, *dy.stride(), *w.stride(),

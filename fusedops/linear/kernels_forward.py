@@ -128,6 +128,7 @@ def _tiled(
 ) -> None:
     (M, N), K = y.shape, x.shape[1]
     threads = config.num_warps * device_facts(x.device).warp_size
+    at_once = 128 if r is None and seed is None else 64  # sums a thread
     sums = partial_sums(config, M, N, x)
     linear_forward_kernel[tiles(config, M, N)](
         x, w, b, r, seed, y, z, sums, M, N, K, *x.stride(), *w.stride(), *((0, 0) if r is None else r.stride()),
@@ -135,7 +136,7 @@ def _tiled(
         ACTIVATION=device_functions(activation)[0], KEEP_OUTPUT=keeps_output(activation),
         EVEN_K=K % config.depth == 0, PRECISION=dot_precision(x, precision),
         BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth, GROUP=config.group,
-        QUARTERS=config.rows * config.cols >= (64 if r is not None or seed is not None else 128) * threads, SPLITS=config.splits,
+        QUARTERS=config.rows * config.cols >= at_once * threads, SPLITS=config.splits,
         **options(config.num_warps, config.num_stages),
     )  # fmt: skip
     if sums is not None:

@@ -48,7 +48,7 @@ def float32_precision(tensor: torch.Tensor, asked: str | None = None) -> str:
     """How a float32 product of this tensor is computed: ``ieee``, ``tf32`` or ``tf32x3``.
 
     Args:
-        tensor: an operand in the dtype that is multiplied. Other dtypes than float32 are multiplied as they are: ``ieee``.
+        tensor: an operand in the dtype that is multiplied. Dtypes other than float32 are multiplied as they are: ieee.
         asked: one of these by name; None: what torch's setting says now (:func:`tf32_allowed`).
     """
     if tensor.dtype != torch.float32:

@@ -40,7 +40,8 @@ WRONG = {
 WRONG_OPTION = {
     "residual is a number": (TypeError, "residual must be a torch.Tensor; got 1.0", {"residual": 1.0}),
     "residual is of another shape": (ValueError, r"residual must be of the output's shape \(2, 4\)", {"residual": B}),
-    "residual is elsewhere": (ValueError, "residual must be on the device of input", {"residual": W[:2, :4].to("meta")}),
+    "residual is elsewhere": (
+        ValueError, "residual must be on the device of input", {"residual": X[:, :4].to("meta")}),
     "residual is integral": (TypeError, "residual must be a floating-point", {"residual": torch.ones(2, 4).int()}),
     "dropout_p is above 1": (ValueError, "dropout_p must be a probability", {"dropout_p": 1.5}),
     "dropout_p is NaN": (ValueError, "dropout_p must be a probability", {"dropout_p": float("nan")}),

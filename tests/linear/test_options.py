@@ -354,7 +354,7 @@ def test_main_grad_inside_torch_compile_is_refused(kernel_runner):
     x, weight, _ = tensors(kernel_runner, (3, 24), 12)
     weight.main_grad = torch.zeros_like(weight)
     compiled = torch.compile(lambda: fusedops.linear(x, weight, fuse_wgrad_accumulation=True), fullgraph=True)
-    with pytest.raises(Exception, match=r"torch\.compile cannot"):
+    with pytest.raises(Exception, match=r"torch\.compile.* cannot trace"):
         compiled()
 
 
