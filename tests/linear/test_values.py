@@ -34,6 +34,20 @@ def test_any_size(runner, rows, out_features, in_features):
     check(*tensors(runner, (rows, in_features), out_features), "gelu_tanh")
 
 
+EDGES = (0, 1, 2, 15, 17, 63, 100, 129)
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "torch"])
+@pytest.mark.parametrize("rows", EDGES)
+def test_sizes_beside_the_tiles(kernel_runner, monkeypatch, rows, kernel):
+    """Every pair of two of the three sizes: a Latin square."""
+    use_config(monkeypatch, kernel)
+    for i, out_features in enumerate(EDGES):
+        in_features = EDGES[(i + EDGES.index(rows)) % len(EDGES)]
+        dtype = (torch.float32, torch.bfloat16)[i % 2]
+        check(*tensors(kernel_runner, (rows, in_features), out_features, dtype), "gelu")
+
+
 @pytest.mark.parametrize("lead", [(), (1,), (3,), (2, 3), (2, 1, 3, 2)], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 def test_any_leading_dimensions(runner, lead, bias):
