@@ -29,6 +29,8 @@ _MINIMUM_CAPABILITY = 75
 
 # Triton's interpreter (3.6 to 3.9) multiplies bfloat16's bit patterns, and cuts instead of rounding; tests repair that.
 interpreter_knows_bfloat16 = False
+# It reads float8's infinities, NaN and smallest numbers as others; likewise.
+interpreter_knows_float8 = False
 
 
 class BackendError(RuntimeError):
@@ -175,6 +177,36 @@ def _bfloat16_reasons(kind: str, index: int | None) -> list[str]:
 
 
 _bfloat16_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def float8_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """Every reason why a device that runs the kernels cannot multiply these float8 dtypes (empty: it can)."""
+    return list(_float8_reasons(device.type, device.index, dtypes))
+
+
+def _float8_reasons(kind: str, index: int | None, dtypes: tuple[torch.dtype, ...]) -> tuple[str, ...]:
+    facts = device_facts(torch.device(kind, index or 0) if kind == "cuda" else torch.device(kind))
+    device = f"{facts.name} ({facts.arch})"
+    # OCP's formats, or those without infinities and negative zero of AMD's CDNA 3.
+    plain, fnuz = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    known: tuple[torch.dtype, ...]
+    if facts.vendor == "interpreter":
+        if SETTINGS.interpret and not interpreter_knows_float8:
+            return ("float8: Triton's interpreter (TRITON_INTERPRET=1) computes it wrongly",)
+        known = plain
+    elif facts.vendor == "nvidia":
+        if facts.capability < 89:
+            return (f"float8 needs sm_89 or newer; this is {device}",)
+        known = plain
+    else:
+        known = {"gfx942": fnuz, "gfx950": plain}.get(facts.arch, ())
+        if not known:
+            return (f"float8 needs gfx942 or gfx950; this is {device}",)
+    names = " and ".join(map(_name, known))
+    return tuple(f"{_name(t)}: {device} multiplies {names}" for t in dict.fromkeys(dtypes) if t not in known)
+
+
+_float8_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def use_triton(operator: str, reasons: list[str], device: torch.device) -> bool:

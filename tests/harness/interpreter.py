@@ -3,7 +3,8 @@
 :func:`install` changes Triton in this process, which must run with ``TRITON_INTERPRET=1``. It works with Triton 3.6,
 3.7 and 3.9. Four kinds of change:
 
-*Repairs.* The stock interpreter keeps bfloat16 as raw bits and computes on the bits; a comparison keeps its operands'
+*Repairs.* The stock interpreter keeps bfloat16 as raw bits and computes on the bits; it reads float8's infinities, NaN
+and smallest numbers as others, and cuts where it should round; a comparison keeps its operands'
 dtype, so that ``block_mask & (scalar < n)`` is refused; ``tl.maximum`` returns NaN where a GPU returns the number
 (3.6, 3.7); a Python float argument and the variable of a ``range`` loop have no Triton type, so that int64 and
 float32 arithmetic differ from a GPU's.
@@ -11,7 +12,8 @@ float32 arithmetic differ from a GPU's.
 *Strictness.* What a GPU would let pass in silence is an error or a poisoned value here:
 
 * :class:`OutOfBounds`: a load, store or atomic touches an address outside the tensor that its pointer came from
-  (each tensor argument's pointer type carries the tensor's own span of addresses, through all pointer arithmetic);
+  (each tensor argument's pointer type carries the tensor's own span of addresses, through all pointer arithmetic; a
+  tensor descriptor's does too, while what it loads outside its own shape is zero, as on a GPU);
 * :class:`DataRace`: a program loads or stores an element that another program of the same launch has stored: on a GPU
   their order is open;
 * :class:`IntegerOverflow`: an integer product, sum or difference does not fit its type (the 2^31 faults of offsets);
@@ -42,6 +44,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import _normalize_ty
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedops.runtime import backend
 
@@ -81,11 +84,36 @@ def _is_bfloat16(handle: Any) -> bool:
 
 
 def _widened(handle: Handle) -> Handle:
+    if _is_float8(handle):
+        return Handle(from_float8(handle.data, handle.dtype.scalar), tl.float32)
     return Handle(from_bfloat16(handle.data), tl.float32) if _is_bfloat16(handle) else handle
 
 
 def _narrowed(values: np.ndarray) -> Handle:
     return Handle(to_bfloat16(values), tl.bfloat16)
+
+
+_FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_FLOAT8_VALUES = {
+    dtype: torch.arange(256, dtype=torch.uint8).view(twin).float().numpy() for dtype, twin in _FLOAT8.items()
+}
+
+
+def from_float8(bits: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """float32 values of float8 bits (uint8)."""
+    return _FLOAT8_VALUES[dtype][bits]
+
+
+def to_float8(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """float8 bits (uint8) of values, rounded to nearest even and saturated as on a GPU, NaN kept."""
+    twin = _FLOAT8[dtype]
+    largest = torch.finfo(twin).max
+    floats = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
+    return floats.clamp(-largest, largest).to(twin).view(torch.uint8).numpy()
+
+
+def _is_float8(handle: Any) -> bool:
+    return isinstance(handle, Handle) and handle.dtype.scalar in _FLOAT8
 
 
 def round_to_tf32(values: np.ndarray) -> np.ndarray:
@@ -193,6 +221,12 @@ _memory = _Memory()
 
 # ------------------------------------------------------------------------------------------------ builder
 
+
+def _mask(mask: Any) -> Handle:
+    """A tensor descriptor's accesses bring a bare array (3.6, 3.7)."""
+    return mask if isinstance(mask, Handle) else Handle(mask, tl.int1)
+
+
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 
 
@@ -249,8 +283,8 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return self.unary_op(arg, lambda x: 1 / np.sqrt(x))
 
     def create_dot(self, a: Handle, b: Handle, d: Handle, input_precision: Any, max_num_imprecise_acc: Any) -> Handle:
-        """Products of 16-bit operands are exact in float32, where they are summed, as on a tensor core."""
-        if any(h.dtype.scalar.primitive_bitwidth == 8 for h in (a, b)):
+        """Products of operands of 16 bits or fewer are exact in float32, where they are summed, as on a tensor core."""
+        if any(h.dtype.scalar.primitive_bitwidth == 8 and not _is_float8(h) for h in (a, b)):
             return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
         lhs, rhs, total = _widened(a).data, _widened(b).data, _widened(d).data
         if a.dtype.scalar == tl.float32 and str(input_precision).rsplit(".", 1)[-1].upper() == "TF32":
@@ -265,13 +299,15 @@ class RepairedBuilder(stock.InterpreterBuilder):
         if src.dtype.scalar == dst_type.scalar:
             return Handle(src.data, dst_type.scalar)
         src = _widened(src)
+        if dst_type.scalar in _FLOAT8:
+            return Handle(to_float8(src.data, dst_type.scalar), dst_type.scalar)
         if dst_type.scalar == tl.bfloat16:
             return _narrowed(src.data.astype(np.float32))
         return super().cast_impl(src, dst_type)
 
     def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: Any) -> Handle:
-        widths = {src.dtype.scalar.primitive_bitwidth, dst_type.scalar.primitive_bitwidth}
-        if 8 in widths or rounding_mode == stock._ir.ROUNDING_MODE.RTZ:
+        unknown = any(t.primitive_bitwidth == 8 and t not in _FLOAT8 for t in (src.dtype.scalar, dst_type.scalar))
+        if unknown or rounding_mode == stock._ir.ROUNDING_MODE.RTZ:
             return super().create_fp_to_fp(src, dst_type, rounding_mode)
         return self.cast_impl(src, dst_type)
 
@@ -290,7 +326,8 @@ class RepairedBuilder(stock.InterpreterBuilder):
 
     # Memory. The parameters after the mask differ between versions and mean nothing here.
 
-    def create_masked_load(self, ptrs: Handle, mask: Handle, other: Any, *policy: Any, **named: Any) -> Handle:
+    def create_masked_load(self, ptrs: Handle, mask: Any, other: Any, *policy: Any, **named: Any) -> Handle:
+        mask = _mask(mask)
         every = bool(mask.data.all())
         _memory.check(ptrs, mask.data, every, "load")
         if other is None and not every:
@@ -305,11 +342,14 @@ class RepairedBuilder(stock.InterpreterBuilder):
         """What a lane holds that was masked off without a value of its own; None: stock's zero."""
         if element == tl.bfloat16:
             return np.uint16(0x7FC0)
+        if element in _FLOAT8:
+            return np.uint8(0x7F)
         if element in (tl.float16, tl.float32, tl.float64):
             return stock._get_np_dtype(element).type("nan")
         return None
 
-    def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *policy: Any) -> Any:
+    def create_masked_store(self, ptrs: Handle, value: Handle, mask: Any, *policy: Any) -> Any:
+        mask = _mask(mask)
         _memory.check(ptrs, mask.data, bool(mask.data.all()), "store")
         return super().create_masked_store(ptrs, value, mask, *policy)
 
@@ -391,7 +431,22 @@ def _argument(name: str, value: Any) -> Any:
         plain = stock._implicit_cvt(value)
         pointer = TensorPointer(plain.type.element_ty, (_span(name, value),), const=plain.type.const)
         return tl.tensor(Handle(plain.handle.data, pointer), pointer)
+    if isinstance(value, TensorDescriptor):
+        return stock.interpreter_semantic.make_tensor_descriptor(
+            _argument(name, value.base),
+            [stock._implicit_cvt(size) for size in value.shape],
+            [*(stock._implicit_cvt(stride) for stride in value.strides[:-1]), tl.constexpr(1)],
+            [tl.constexpr(size) for size in value.block_shape],
+            value.padding,
+        )
     return stock._implicit_cvt(value)
+
+
+def _memory_of(value: Any) -> torch.Tensor | None:
+    """The tensor that an argument points into."""
+    if isinstance(value, TensorDescriptor):
+        value = value.base
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -407,7 +462,8 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     sizes += (1,) * (3 - len(sizes))
     builder = stock.interpreter_builder
     builder.set_grid_dim(*sizes)
-    _memory.start(tuple(_span(k, v) for k, v in given.items() if isinstance(v, torch.Tensor)))
+    pointed = {k: _memory_of(v) for k, v in given.items()}
+    _memory.start(tuple(_span(k, v) for k, v in pointed.items() if v is not None))
     with np.errstate(all="ignore"):
         for index, program in enumerate(itertools.product(*map(range, sizes))):
             _memory.program = index
@@ -488,7 +544,7 @@ def install() -> None:
         return
     if not isinstance(tl.sum, stock.InterpretedFunction):
         raise RuntimeError("TRITON_INTERPRET=1 must be set before triton is imported")
-    backend.interpreter_knows_bfloat16 = True
+    backend.interpreter_knows_bfloat16 = backend.interpreter_knows_float8 = True
     stock._patch_lang(_Modules)  # the scope that would undo it is let go
     for module in (tl, tl.core):
         module.range = _loop

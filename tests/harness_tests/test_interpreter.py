@@ -9,6 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from tests.harness import interpreter  # noqa: E402
 from tests.harness.interpreter import DataRace, IntegerOverflow, OutOfBounds  # noqa: E402
@@ -148,6 +149,51 @@ def test_casts_round_as_torch_does(source, target):
     assert torch.equal(out.signbit()[number], x.to(target).signbit()[number])
 
 
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("target", DTYPES, ids=lambda d: f"to_{d}")
+@pytest.mark.parametrize("source", FLOAT8, ids=lambda d: f"from_{d}")
+def test_every_float8_is_read_as_torch_does(source, target):
+    x = torch.arange(256, dtype=torch.uint8).view(source)
+    out = torch.empty(256, dtype=target)
+    cast_kernel[(1,)](x, out, BLOCK=256)
+    torch.testing.assert_close(out, x.to(target), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", FLOAT8, ids=lambda d: f"to_{d}")
+@pytest.mark.parametrize("source", DTYPES, ids=lambda d: f"from_{d}")
+def test_casts_to_float8_round_and_saturate_as_a_gpu(source, target):
+    largest = torch.finfo(target).max
+    x = torch.cat([torch.tensor(SPECIAL), torch.randn(512 - len(SPECIAL)) * torch.logspace(-7, 5, 512 - len(SPECIAL))])
+    x = x.to(source)
+    out = torch.empty(512, dtype=target)
+    cast_kernel[(1,)](x, out, BLOCK=512)
+    # Every number of the type, and the nearest of them, the even one of two.
+    numbers = torch.arange(128, dtype=torch.uint8).view(target).double()
+    numbers = numbers[numbers.isfinite()]
+    exact = x.double().abs().clamp_max(largest)
+    distance = (exact[:, None] - numbers[None, :]).abs()
+    even = (torch.arange(len(numbers)) % 2).double()
+    nearest = numbers[(distance * (1 + even * 1e-12)).argmin(1)] * torch.where(x.signbit(), -1.0, 1.0)
+    nearest[x.isnan()] = math.nan
+    torch.testing.assert_close(out.double(), nearest, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def masked_float8_kernel(X, OUT, N, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(OUT + at, tl.load(X + at, mask=at < N).to(tl.float32))
+
+
+def test_masked_lanes_of_float8_are_nan():
+    for dtype in FLOAT8:
+        out = torch.empty(32)
+        masked_float8_kernel[(1,)](torch.ones(32).to(dtype), out, 20, BLOCK=32)
+        assert (out[:20] == 1).all()
+        assert out[20:].isnan().all()
+
+
 @triton.jit
 def reduce_kernel(X, OUT, ROWS: tl.constexpr, COLS: tl.constexpr):
     x = tl.load(X + tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :])
@@ -173,6 +219,25 @@ def dot_kernel(A, B, C, N: tl.constexpr, PRECISION: tl.constexpr):
     b = tl.load(B + i[:, None] * N + i[None, :])
     c = tl.dot(a, b, input_precision=PRECISION)
     tl.store(C + i[:, None] * N + i[None, :], c)
+
+
+@triton.jit
+def float8_dot_kernel(A, B, C, N: tl.constexpr, LIMIT: tl.constexpr):
+    i = tl.arange(0, N)
+    a = tl.load(A + i[:, None] * N + i[None, :])
+    b = tl.load(B + i[:, None] * N + i[None, :])
+    tl.store(C + i[:, None] * N + i[None, :], tl.dot(a, b, max_num_imprecise_acc=LIMIT))
+
+
+@pytest.mark.parametrize("right", FLOAT8, ids=str)
+@pytest.mark.parametrize("left", FLOAT8, ids=str)
+def test_products_of_float8(left, right):
+    a, b = torch.randn(64, 64).to(left), torch.randn(64, 64).to(right)
+    a[0, 0] = b[5, 5] = math.nan
+    for limit in (0, 64):
+        c = torch.empty(64, 64)
+        float8_dot_kernel[(1,)](a, b, c, N=64, LIMIT=limit)
+        torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=2e-6, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -342,6 +407,41 @@ def test_an_int32_overflow_is_an_error():
         offset_kernel[(1,)](out, out, 1_500_000_000, WIDE=False)
     offset_kernel[(1,)](out, out, 1_500_000_000, WIDE=True)
     assert out.item() == 3_000_000_000 % 7
+
+
+@triton.jit
+def tile_kernel(X, OUT, step, FIRST_COL: tl.constexpr):
+    """Program p copies the tile at row 8p to row p · step."""
+    row = tl.program_id(0) * 8
+    tile = X.load([row, FIRST_COL])
+    OUT.store([tl.program_id(0) * step, FIRST_COL], tile.T.T * 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensor_descriptors_load_zeros_outside_and_store_nothing_there(dtype):
+    x, out = torch.randn(19, 24).to(dtype), torch.full((29, 24), 7.0, dtype=dtype)
+    # The descriptors stand for 19 x 21 elements; the memory around belongs to the same tensors.
+    described = [TensorDescriptor(t, [rows, 21], [24, 1], [8, 16]) for t, rows in ((x, 19), (out[:21], 21))]
+    for first_col in (0, 16):
+        tile_kernel[(3,)](*described, 8, FIRST_COL=first_col)
+    assert torch.equal(out[:19, :21], x[:, :21] * 2)
+    assert not out[19:21, :21].any()
+    assert (out[21:] == 7).all()
+    assert (out[:, 21:] == 7).all()
+
+
+def test_a_tensor_descriptor_that_reaches_past_its_tensor():
+    whole = torch.ones(32, 16)
+    small, out = whole[:16], TensorDescriptor.from_tensor(torch.empty(32, 16), [8, 16])
+    tile_kernel[(2,)](TensorDescriptor(small, [17, 16], [16, 1], [8, 16]), out, 8, FIRST_COL=0)
+    with pytest.raises(OutOfBounds, match="load of fp32 through X: 16 of 16 addresses"):
+        tile_kernel[(3,)](TensorDescriptor(small, [17, 16], [16, 1], [8, 16]), out, 8, FIRST_COL=0)
+
+
+def test_programs_that_store_the_same_tile_by_a_tensor_descriptor():
+    x, out = (TensorDescriptor.from_tensor(torch.ones(16, 16), [8, 16]) for _ in range(2))
+    with pytest.raises(DataRace, match="store through OUT: element 64 was stored by program 0, this is program 1"):
+        tile_kernel[(2,)](x, out, 4, FIRST_COL=0)
 
 
 @triton.jit
