@@ -3,6 +3,15 @@
 from fusedops import nn
 from fusedops.attention.functional import attention, scaled_dot_product_attention
 from fusedops.linear.functional import linear
+from fusedops.linear.functional_gated import gated_linear
+from fusedops.linear.functional_grouped import batched_linear, grouped_linear
+from fusedops.linear.functional_quantized import (
+    dequantize_weight,
+    fp8_linear,
+    quantize_fp8,
+    quantize_weight,
+    quantized_linear,
+)
 from fusedops.norm.functional import add_layer_norm, add_rms_norm, group_norm, l2_norm, layer_norm, rms_norm
 from fusedops.norm_linear.functional import layer_norm_linear, rms_norm_linear
 from fusedops.patching import PatchError, PatchReport, patch, patched, plan, unpatch
@@ -19,8 +28,13 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "backend",
+    "batched_linear",
+    "dequantize_weight",
     "explain",
+    "fp8_linear",
+    "gated_linear",
     "group_norm",
+    "grouped_linear",
     "l2_norm",
     "layer_norm",
     "layer_norm_linear",
@@ -29,6 +43,9 @@ __all__ = [
     "patch",
     "patched",
     "plan",
+    "quantize_fp8",
+    "quantize_weight",
+    "quantized_linear",
     "rms_norm",
     "rms_norm_linear",
     "scaled_dot_product_attention",

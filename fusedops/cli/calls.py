@@ -46,5 +46,6 @@ def sample_calls(device: torch.device, dtype: torch.dtype = torch.float32) -> It
     yield SampleCall(fusedops.rms_norm, (draw(8, 96), 96, draw(96)))
     yield SampleCall(fusedops.group_norm, (draw(2, 16, 6, 6), 4, draw(16), draw(16)))
     yield SampleCall(fusedops.linear, (draw(16, 64), draw(32, 64), draw(32), "gelu"))
+    yield SampleCall(fusedops.gated_linear, (draw(16, 64), draw(32, 64), draw(32, 64)))
     q, k, v = (draw(1, 2, 16, 32) for _ in range(3))
     yield SampleCall(fusedops.attention, (q, k, v), {"causal": True})

@@ -1,0 +1,233 @@
+"""Launch configurations of the grouped kernels: the problem, the space that may be searched, and the defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fusedops.runtime.device import TARGETS, DeviceFacts
+from fusedops.runtime.launch import ceil_div, next_power_of_2
+
+Product = Literal["rows", "weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedProblem:
+    """One of the two products, a result (rows, cols) a group, summed over depth. Make it with :meth:`of`.
+
+    Attributes:
+        product: ``rows``: a group's rows times its matrix, Y_g = a(X_g W_gᵀ + b_g) or dX_g = dZ_g W_g;
+            ``weights``: dW_g = dZ_gᵀ X_g, summed over a group's rows.
+        groups: how many, rounded up to a power of two, as the sizes are, so that near problems are one problem.
+        rows, cols, depth: the sizes. A group's rows (``rows`` of the one product, ``depth`` of the other) are the
+            average: how many each has is known on the device only.
+        itemsize: bytes of an operand's element.
+        precision: how float32 operands are multiplied: ``ieee``, ``tf32`` or ``tf32x3``.
+        equal: all groups have the same number of rows.
+        aligned: the operands can be read in vectors. Else a load is an element, which wants a register or two.
+    """
+
+    product: Product
+    groups: int
+    rows: int
+    cols: int
+    depth: int
+    itemsize: int
+    precision: str
+    equal: bool
+    aligned: bool
+
+    @classmethod
+    def of(
+        cls,
+        product: Product,
+        groups: int,
+        rows: int,
+        cols: int,
+        depth: int,
+        *,
+        itemsize: int = 2,
+        precision: str = "ieee",
+        equal: bool = False,
+        aligned: bool = True,
+    ) -> GroupedProblem:
+        groups, rows, cols, depth = map(next_power_of_2, (groups, rows, cols, depth))
+        return cls(product, groups, rows, cols, depth, itemsize, precision, equal, aligned)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """Attributes:
+    rows, cols: the tile of a group's result that a program owns.
+    depth: how much of the summed dimension a step takes.
+    num_stages: steps in flight.
+    num_warps: warps a program.
+    group: block rows a patch of neighbouring programs covers.
+    """
+
+    rows: int
+    cols: int
+    depth: int
+    num_stages: int
+    num_warps: int
+    group: int = 8
+
+    def shared_memory(self, problem: GroupedProblem) -> int:
+        """Bytes of shared memory, at most about: the steps in flight, or the result on its way out."""
+        step = (self.rows + self.cols) * self.depth
+        return problem.itemsize * max(self.num_stages * step, self.rows * self.cols)
+
+
+SPACE = tuple(
+    GroupedConfig(rows, cols, depth, num_stages, num_warps, group)
+    for rows in (16, 32, 64, 128, 256)
+    for cols in (32, 64, 128, 256)
+    for depth in (16, 32, 64, 128)
+    for num_stages in (2, 3, 4, 5)
+    for num_warps in (2, 4, 8)
+    for group in (1, 8)
+)
+
+_Tiles = tuple[GroupedConfig, ...]
+_C = GroupedConfig  # (rows, cols, depth, num_stages, num_warps)
+
+# A group of few rows reads its matrix once, whatever the tile: thin tiles, deep steps.
+_SKINNY = (_C(32, 128, 64, 4, 4), _C(16, 128, 64, 4, 4), _C(16, 64, 128, 4, 4))
+_SKINNY_CONSUMER = (_C(32, 64, 64, 4, 4), _C(16, 128, 64, 3, 4), _C(16, 64, 64, 4, 4))
+_SKINNY_AMD = (_C(32, 64, 64, 2, 4), _C(16, 64, 64, 2, 4))
+_SKINNY_FULL = (_C(32, 32, 32, 2, 4), _C(16, 64, 16, 2, 4))
+_FULL = (_C(64, 64, 16, 3, 4), *_SKINNY_FULL)
+_FULL_WEIGHTS = (_C(64, 64, 16, 3, 8), *_SKINNY_FULL)
+_TF32 = (_C(128, 64, 32, 3, 8), _C(64, 64, 32, 3, 4), _C(32, 32, 64, 3, 4), _C(16, 32, 64, 3, 4))
+# Three products of the operands' halves: both halves lie in registers.
+_TF32X3 = (_C(64, 64, 32, 3, 4), _C(32, 64, 32, 3, 4), _C(16, 64, 32, 3, 4))
+# Loads of single elements: each has an address in a register or two, whatever the device.
+_UNALIGNED = (_C(64, 64, 32, 2, 8), _C(32, 64, 32, 2, 4), _C(16, 64, 32, 2, 4))
+_UNALIGNED_WEIGHTS = (_C(64, 64, 16, 2, 4), _C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Tiles of one architecture, each tuple from large to small; the first that suits the problem is taken.
+
+    Attributes:
+        half: product ``rows`` of 16-bit operands.
+        half_weights: product ``weights`` of 16-bit operands. Its steps end at a group's last row, wherever that is:
+            every load has a mask of its own, which wants registers.
+        tf32: float32 operands on TF32 tensor cores (empty where there are none).
+        full, full_weights: the two products of float32 operands in full precision.
+    """
+
+    half: _Tiles
+    half_weights: _Tiles
+    tf32: _Tiles
+    full: _Tiles = _FULL
+    full_weights: _Tiles = _FULL_WEIGHTS
+
+
+_CONSUMER = Defaults(
+    half=(_C(128, 128, 32, 3, 8), _C(64, 128, 32, 3, 8), _C(64, 64, 32, 3, 4), *_SKINNY_CONSUMER),
+    half_weights=(_C(128, 128, 32, 3, 8), _C(64, 128, 32, 3, 8), _C(64, 64, 32, 3, 4), _C(16, 64, 32, 3, 4)),
+    tf32=_TF32,
+)
+_HOPPER = Defaults(
+    half=(_C(128, 256, 64, 3, 8), _C(128, 128, 64, 4, 8), _C(64, 128, 64, 4, 4), _C(64, 64, 64, 4, 4), *_SKINNY),
+    half_weights=(
+        _C(128, 256, 64, 3, 8), _C(128, 128, 64, 4, 8), _C(128, 128, 32, 4, 8), _C(64, 64, 32, 4, 4),
+        _C(16, 64, 32, 4, 4),
+    ),
+    tf32=_TF32,
+)  # fmt: skip
+
+# Where a search starts, and what runs until one was made. Chosen by what the compiler makes of them: the largest usual
+# tiles that spill no register.
+DEFAULTS: dict[str, Defaults] = {
+    "sm_75": Defaults(
+        # Triton has no tensor-core path for Turing: plain multiply-adds.
+        half=(_C(64, 64, 16, 2, 4), _C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
+        half_weights=(_C(64, 64, 16, 2, 4), _C(32, 64, 16, 2, 4), _C(16, 64, 16, 2, 4)),
+        tf32=(),
+    ),
+    "sm_80": Defaults(
+        half=(_C(128, 256, 32, 3, 8), _C(128, 128, 32, 4, 8), _C(64, 128, 32, 4, 4), _C(64, 64, 64, 4, 4), *_SKINNY),
+        half_weights=(_C(128, 128, 32, 4, 8), _C(64, 128, 32, 4, 4), _C(64, 64, 32, 4, 4), _C(16, 64, 32, 4, 4)),
+        tf32=_TF32,
+    ),
+    "sm_86": _CONSUMER,
+    "sm_90": _HOPPER,
+    "sm_100": _HOPPER,
+    "gfx942": Defaults(
+        half=(_C(128, 128, 64, 2, 8), _C(64, 64, 64, 2, 4), *_SKINNY_AMD),
+        half_weights=(_C(128, 128, 32, 2, 8), _C(64, 64, 32, 2, 4), _C(16, 64, 32, 2, 4)),
+        tf32=(),
+    ),
+    "gfx1100": Defaults(
+        half=(_C(128, 64, 32, 2, 8), _C(64, 64, 32, 2, 4), _C(32, 64, 32, 2, 4), _C(16, 64, 32, 2, 4)),
+        half_weights=_UNALIGNED_WEIGHTS,
+        tf32=(),
+    ),
+    # Its cost is an operation's, whatever the block: few large blocks.
+    "interpreter": Defaults(half=(_C(32, 64, 64, 1, 4),), half_weights=(_C(64, 64, 32, 1, 4),), tf32=()),
+}
+
+
+def prune(config: GroupedConfig, problem: GroupedProblem, facts: DeviceFacts) -> str | None:
+    """Why the configuration cannot or should not serve the problem on this device; None: it can."""
+    if config.shared_memory(problem) > facts.shared_memory:
+        return f"more than {facts.shared_memory} bytes of shared memory"
+    threads = config.num_warps * facts.warp_size
+    if threads > 1024:
+        return "more than 1024 threads a program"
+    if config.rows * config.cols > 128 * threads:
+        return "more than 128 sums a thread"
+    if config.rows >= 2 * max(problem.rows, 16) or config.cols >= 2 * max(problem.cols, 64):
+        return "more than half of the tile is padding"
+    return None
+
+
+def defaults_for(facts: DeviceFacts) -> Defaults:
+    """The table's entry for a device, known or not: the nearest older relative's."""
+    if facts.vendor == "amd":
+        return DEFAULTS["gfx942" if facts.arch.startswith("gfx9") else "gfx1100"]
+    if facts.vendor == "interpreter":
+        return DEFAULTS["interpreter"]
+    capability = facts.capability
+    if capability < 80:
+        return DEFAULTS["sm_75"]
+    if capability == 80:
+        return DEFAULTS["sm_80"]
+    if 90 <= capability < 120 and facts.shared_memory >= TARGETS["sm_90"].shared_memory:
+        return DEFAULTS["sm_100" if capability >= 100 else "sm_90"]
+    return DEFAULTS["sm_86"]
+
+
+def default_config(problem: GroupedProblem, facts: DeviceFacts) -> GroupedConfig:
+    """A configuration that always fits: the largest tile of the table that leaves no multiprocessor idle.
+
+    The last tile of a group whose size is any number is half empty on average. So groups of different sizes get tiles
+    of at most half their average.
+    """
+    tiles = _tiles(problem, defaults_for(facts), facts)
+    ragged = problem.product == "rows" and not problem.equal
+    most = max(problem.rows // 2 if ragged else problem.rows, 16)
+    fitting = [c for c in tiles if prune(c, problem, facts) is None and c.rows <= most] or [tiles[-1]]
+    # A tile of fewer than 64 rows only where there are no more rows: it reads the other operand once for few.
+    fitting = [c for c in fitting if c.rows >= min(most, 64)] or fitting
+    for config in fitting:
+        programs = problem.groups * ceil_div(problem.rows, config.rows) * ceil_div(problem.cols, config.cols)
+        if programs >= facts.multiprocessor_count:
+            return config
+    return fitting[-1]
+
+
+def _tiles(problem: GroupedProblem, defaults: Defaults, facts: DeviceFacts) -> _Tiles:
+    weights = problem.product == "weights"
+    if facts.vendor == "interpreter":
+        return defaults.half_weights if weights else defaults.half
+    if problem.itemsize == 4:
+        if problem.precision == "ieee" or not defaults.tf32:
+            return defaults.full_weights if weights else defaults.full
+        return _TF32X3 if problem.precision == "tf32x3" else defaults.tf32 if problem.aligned else defaults.tf32[1:]
+    if not problem.aligned:
+        return _UNALIGNED_WEIGHTS if weights else _UNALIGNED
+    return defaults.half_weights if weights else defaults.half
