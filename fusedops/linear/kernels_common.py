@@ -127,6 +127,7 @@ def config_for(
     *,
     keeps: bool = False,
     extras: bool = False,
+    descriptors: bool = False,
 ) -> LinearConfig:
     """The configuration of a product whose result is (rows, cols), summed over depth.
 
@@ -137,6 +138,7 @@ def config_for(
         result_dtype: of the result.
         keeps: the forward writes the pre-activation down.
         extras: the forward ends with dropout or a residual.
+        descriptors: tensor descriptors can stand for the operands and the results, and the device has them.
     """
     first = operands[0]
     assert first is not None
@@ -150,6 +152,7 @@ def config_for(
         torch_serves=torch_multiplies(first, result_dtype, precision),
         keeps=keeps,
         extras=extras,
+        descriptors=descriptors,
     )
     return resolve(problem, first.device, default_config)
 

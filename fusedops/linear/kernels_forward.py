@@ -12,6 +12,8 @@ import triton.language as tl
 from fusedops.linear.kernels_activations import device_functions
 from fusedops.linear.kernels_common import config_for, multiply, partial_sums, share_of, tile_of, tiles
 from fusedops.linear.kernels_epilogue import epilogue, finish, quarters
+from fusedops.linear.kernels_persistent import persistent_forward, persistent_reason
+from fusedops.linear.kernels_skinny import skinny_forward
 from fusedops.linear.reference import keeps_output, no_autocast, saves
 from fusedops.linear.tuning import LinearConfig
 from fusedops.runtime.device import device_facts, device_guard
@@ -105,11 +107,10 @@ def linear_forward(
     y, z = output.view(M, N), saved.view(M, N) if save else None
     config = config_for(
         "forward", (M, N, K), (x, w), activation, precision, out_dtype,
-        keeps=save, extras=r is not None or seed is not None,
+        keeps=save, extras=r is not None or seed is not None, descriptors=persistent_reason(x, w, y, z) is None,
     )  # fmt: skip
-    arguments = (x, w, b, r, seed, y, z, activation, dropout_p, precision, config)
     with device_guard(x):
-        (_torch_product if config.kernel == "torch" else _tiled)(*arguments)
+        _LAUNCHERS[config.kernel](x, w, b, r, seed, y, z, activation, dropout_p, precision, config)
     return output, saved
 
 
@@ -180,3 +181,6 @@ def _torch_product(
 def _torch_activations(x: torch.Tensor) -> tuple[str, ...]:
     """What ``_addmm_activation`` can end with; on a CPU its GELU is the exact one."""
     return ("relu", "gelu_tanh") if x.is_cuda else ("relu",)
+
+
+_LAUNCHERS = {"tiled": _tiled, "skinny": skinny_forward, "persistent": persistent_forward, "torch": _torch_product}

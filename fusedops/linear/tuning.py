@@ -12,7 +12,7 @@ from fusedops.runtime.device import TARGETS, DeviceFacts
 from fusedops.runtime.launch import ceil_div, next_power_of_2
 
 Product = Literal["forward", "grad_input", "grad_weight"]
-Kernel = Literal["tiled", "torch"]
+Kernel = Literal["tiled", "skinny", "persistent", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class LinearProblem:
         torch_serves: torch's own product gives the result that is asked for, its dtype and precision.
         keeps: the forward writes down what the backward needs.
         extras: the forward ends with dropout or a residual.
+        descriptors: tensor descriptors can stand for the operands and the results, and the device has them.
     """
 
     product: Product
@@ -43,6 +44,7 @@ class LinearProblem:
     torch_serves: bool
     keeps: bool
     extras: bool
+    descriptors: bool
 
     @classmethod
     def of(
@@ -59,11 +61,13 @@ class LinearProblem:
         torch_serves: bool = True,
         keeps: bool = False,
         extras: bool = False,
+        descriptors: bool = False,
     ) -> LinearProblem:
         rows, cols, depth = map(next_power_of_2, (rows, cols, depth))
         precision = precision if itemsize == 4 else "ieee"
         return cls(
-            product, rows, cols, depth, itemsize, activation, precision, aligned, torch_serves, keeps, extras
+            product, rows, cols, depth, itemsize, activation, precision, aligned, torch_serves, keeps, extras,
+            descriptors,
         )  # fmt: skip
 
     @property
@@ -87,8 +91,9 @@ class LinearConfig:
     prologue: False for a gradient's product with an activation: dZ = dY ∘ a′ is better computed once, by a pass
         of its own, than in the prologue of the product, which repeats it for every block column.
     splits: programs a tile, each of which sums a share of the depth; a second kernel adds the sums, in their order.
-    kernel: ``tiled``, or ``torch``: torch's own product (cuBLAS, hipBLASLt), what comes before and after it in
-        elementwise kernels of ours. The other fields mean nothing then.
+    kernel: ``tiled``; of the forward also ``skinny``, for at most 16 rows, and ``persistent``, by tensor descriptors;
+        or ``torch``: torch's own product (cuBLAS, hipBLASLt), what comes before and after it in elementwise kernels of
+        ours. The other fields mean nothing then.
     """
 
     rows: int
@@ -109,6 +114,8 @@ class LinearConfig:
         return problem.itemsize * max(self.num_stages * step, self.rows * self.cols)
 
 
+# The most rows that the skinny kernel serves: those of a matrix instruction.
+SKINNY_ROWS = 16
 TORCH = LinearConfig(0, 0, 0, 0, 0, prologue=False, kernel="torch")
 
 
@@ -126,7 +133,12 @@ def linear_space() -> Iterator[LinearConfig]:
         (1, 2, 4, 8, 16),  # splits
     )
     for values in fields:
-        yield LinearConfig(*values)
+        config = LinearConfig(*values)
+        yield config
+        if config.prologue and config.rows == SKINNY_ROWS:
+            yield replace(config, kernel="skinny")
+        if config.prologue and config.rows >= 64 and config.splits == 1:
+            yield replace(config, kernel="persistent")
 
 
 _Tiles = tuple[LinearConfig, ...]
@@ -280,6 +292,12 @@ def prune(config: LinearConfig, problem: LinearProblem, facts: DeviceFacts) -> s
     """Why the configuration cannot or should not serve the problem on this device; None: it can."""
     if config.kernel == "torch":
         return None if problem.torch_serves else "torch's product has another dtype or precision"
+    if config.kernel != "tiled" and problem.product != "forward":
+        return "a kernel of the forward"
+    if config.kernel == "skinny" and problem.rows > SKINNY_ROWS:
+        return f"more than {SKINNY_ROWS} rows"
+    if config.kernel == "persistent" and not problem.descriptors:
+        return "a matrix that no tensor descriptor can stand for, or a device without them"
     if not config.prologue and not problem.derives:
         return "nothing to compute before the product"
     if config.shared_memory(problem) > facts.shared_memory:
@@ -313,10 +331,17 @@ def defaults_for(facts: DeviceFacts) -> Defaults:
 
 
 def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
-    """A configuration that always fits: a tile of the table, or torch's product where that is expected to be faster."""
+    """A configuration that always fits: a tile of the table, or torch's product where that is expected to be faster.
+
+    The forward by tensor descriptors is not among the defaults: it has been compiled, not yet timed.
+    """
+    from fusedops.linear.tuning_skinny import skinny_config  # which builds on this module
+
     defaults = defaults_for(facts)
     if problem.torch_serves and not _fusion_pays(problem, defaults):
         return TORCH
+    if problem.product == "forward" and problem.rows <= SKINNY_ROWS and facts.vendor != "interpreter":
+        return skinny_config(problem, facts)
     return tiled_config(problem, facts)
 
 
@@ -352,7 +377,7 @@ def _fusion_pays(problem: LinearProblem, defaults: Defaults) -> bool:
     All in bytes of device memory that take as long. A result of few rows is bound by the reading of the weight, where
     neither is faster.
     """
-    if problem.rows <= 16 and problem.product == "forward":
+    if problem.rows <= SKINNY_ROWS and problem.product == "forward":
         return True
     # A pass of its own reads the result and writes it; what is written down for the backward need not be written twice.
     saved = 0

@@ -99,14 +99,25 @@ def check(x, weight, bias, activation, grad=None):
 
 
 def use_config(monkeypatch, kernel="tiled", **fields):
-    """Let every product run on a kernel with its default tile, these fields replaced, or on torch's own product."""
+    """Let every product run on a kernel with its default tile, these fields replaced, or on torch's own product.
+
+    ``kernel``: that of the forward; the gradients' products are tiled, or torch's.
+    """
     from fusedops.linear import kernels_common
-    from fusedops.linear.tuning import TORCH, tiled_config
+    from fusedops.linear.tuning import TORCH, prune, tiled_config
+    from fusedops.linear.tuning_skinny import skinny_config
 
     def chosen(problem, device, default_config):
-        if kernel == "torch" and problem.torch_serves:
-            return TORCH
-        config = tiled_config(problem, fusedops.runtime.device.device_facts(device))
+        facts = fusedops.runtime.device.device_facts(device)
+        config = tiled_config(problem, facts)
+        wanted = {"torch": TORCH, "skinny": skinny_config(problem, facts)}.get(kernel, replace(config, kernel=kernel))
+        if kernel != "tiled" and prune(wanted, problem, facts) is None:
+            chosen.kernels.append(kernel)
+            config = wanted
+        if config is TORCH:
+            return config
         return replace(config, **{k: v for k, v in fields.items() if k != "prologue" or problem.derives})
 
+    chosen.kernels = []
     monkeypatch.setattr(kernels_common, "resolve", chosen)
+    return chosen.kernels

@@ -270,6 +270,27 @@ def test_torchs_product_is_not_taken_where_it_would_round_otherwise(kernel_runne
     assert launched == ["linear_forward_kernel"]
 
 
+@pytest.mark.parametrize("activation", ["relu", "sigmoid", "gelu"])
+@pytest.mark.parametrize(("kernel", "rows"), [("skinny", 11), ("persistent", 72)])
+def test_the_other_kernels_of_the_forward(kernel_runner, monkeypatch, kernel, rows, activation):
+    taken = use_config(monkeypatch, kernel)
+    leaves = tensors(kernel_runner, (rows, 40), 24, torch.bfloat16)
+    residual = randn(rows, 24, dtype=torch.bfloat16, device=kernel_runner.device, requires_grad=True)
+    check_options(leaves, residual, activation, mask_of(monkeypatch, kernel_runner, (rows, 24), 0.3))
+    assert kernel in taken
+    check_options(leaves, None, activation)
+
+
+def test_a_matrix_without_a_descriptor_is_not_given_to_the_persistent_kernel(kernel_runner, monkeypatch):
+    taken = use_config(monkeypatch, "persistent")
+    leaves = tensors(kernel_runner, (72, 41), 24, torch.bfloat16)
+    fusedops.linear(*leaves, "gelu")
+    assert not taken
+    leaves = tensors(kernel_runner, (72, 40), 24, torch.bfloat16, layouts={"x": "offset"})
+    fusedops.linear(*leaves, "gelu")
+    assert not taken
+
+
 # float32 precision
 
 

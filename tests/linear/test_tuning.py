@@ -51,8 +51,9 @@ def problems():
 def test_every_problem_has_a_configuration_that_fits(facts):
     for problem in problems():
         config = tiled_config(problem, facts)
-        assert default_config(problem, facts) in (config, TORCH)
-        assert default_config(replace(problem, torch_serves=False), facts) == replace(config)
+        own = default_config(replace(problem, torch_serves=False), facts)
+        assert default_config(problem, facts) in (own, TORCH)
+        assert own == config or (own.kernel == "skinny" and prune(own, problem, facts) is None), (problem, own)
         assert config.shared_memory(problem) <= facts.shared_memory, (problem, config)
         assert config.num_warps * facts.warp_size <= 1024
         for size in (config.rows, config.cols, config.depth):
@@ -142,7 +143,7 @@ def test_the_default_is_torchs_product_where_the_fusion_saves_less_than_a_slower
         assert default(target, 8192, 8192, 65536, activation="gelu") == TORCH  # a deep product: little to save
         assert default(target, 8192, 8192, 65536, activation="gelu", torch_serves=False).kernel == "tiled"
         assert default(target, 8192, 8192, 4096) == TORCH  # nothing to save
-        assert default(target, 1, 4096, 4096).kernel == "tiled"  # bound by the weight, whoever reads it
+        assert default(target, 1, 4096, 4096).kernel == "skinny"  # bound by the weight, whoever reads it
         assert default(target, 128, 256, 128, activation="gelu").kernel == "tiled"  # a launch is saved
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
         assert default(target, 8192, 4096, 256, activation="gelu").kernel == "tiled"  # a shallow one: much to save
@@ -160,3 +161,20 @@ def test_a_deep_product_with_a_small_result_has_several_programs_a_tile():
     assert tiled_config(replace(tall, depth=64), facts).splits == 1
     assert tiled_config(LinearProblem.of("grad_weight", 8192, 8192, 2**17), facts).splits == 1
     assert "steps" in prune(replace(config, splits=16), replace(tall, depth=512), facts)
+
+
+def test_each_kernel_is_a_candidate_only_where_it_can_serve():
+    facts = TARGETS["sm_90"]
+    few, many = (LinearProblem.of("forward", rows, 4096, 4096) for rows in (8, 4096))
+    skinny, persistent = (
+        LinearConfig(16, 64, 64, 3, 4, kernel="skinny"),
+        LinearConfig(128, 256, 64, 3, 8, kernel="persistent"),
+    )
+    assert {skinny, persistent} <= {replace(c, group=8) for c in linear_space()}
+    assert prune(skinny, few, facts) is None
+    assert "16 rows" in prune(skinny, many, facts)
+    assert "descriptor" in prune(persistent, many, facts)
+    assert prune(persistent, replace(many, descriptors=True), facts) is None
+    gradient = LinearProblem.of("grad_input", 8, 4096, 4096, descriptors=True)
+    for config in (skinny, persistent):
+        assert "forward" in prune(config, gradient, facts)
