@@ -4,7 +4,7 @@
 #   make test     every test that this machine can run
 #   make lint     ruff and mypy
 #   make bench    the host's overhead; on a GPU machine also correctness and speed of every operator, and the norms
-#                 beside other libraries'; elsewhere what the compiled norms do to memory
+#                 and linear layers beside other libraries'; elsewhere what the compiled kernels consist of
 #   make clean    remove .venv and everything that was built
 #
 # Another interpreter: make test PYTHON=python3.12
@@ -44,9 +44,9 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) benchmarks/cpu_overhead.py
 	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	  $(RUN) benchmarks/device_check.py && $(RUN) benchmarks/norm.py; \
+	  $(RUN) benchmarks/device_check.py && $(RUN) benchmarks/norm.py && $(RUN) benchmarks/linear.py --quick; \
 	elif $(RUN) -c "import triton" 2>/dev/null; then \
-	  $(RUN) benchmarks/norm.py --static --widths 1024 16384; fi
+	  $(RUN) benchmarks/norm.py --static --widths 1024 16384 && $(RUN) benchmarks/linear.py --static --targets sm_90; fi
 
 clean:
 	rm -rf .venv build dist fusedops.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis demo.png

@@ -145,7 +145,7 @@ class _Norm:
         }
 
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -167,7 +167,7 @@ class _Linear:
         weight = _draw(device, self.outputs, self.inputs, scale=self.inputs**-0.5, grad=backward)
         bias = _draw(device, self.outputs, grad=backward)
         grad = _draw(device, self.rows, self.outputs) if backward else None
-        activate = _ACTIVATIONS[self.activation]
+        activate = ACTIVATIONS[self.activation]
         inputs = [x, weight, bias]
         forwards: dict[str, Callable[[], torch.Tensor]] = {
             OURS: lambda: fusedops.linear(x, weight, bias, self.activation),

@@ -128,12 +128,23 @@ def versions() -> dict[str, str | None]:
 
     return {
         "fusedops": fusedops.__version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
     }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with a ``+`` where files differ from it; None: this is no checkout, or git is missing."""
+    try:
+        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()
 
 
 def run_tests(seconds: float) -> dict[str, Any]:

@@ -20,13 +20,12 @@ Exit codes: 0 right, 1 no GPU, or fusedops is wrong or fails, 2 usage.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
 import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import Progress  # noqa: E402
 
 import fusedops  # noqa: E402
-from benchmarks import norm_providers, norm_static  # noqa: E402
-from benchmarks.device_check import file_name, versions  # noqa: E402
+from benchmarks import compare, norm_providers, norm_static  # noqa: E402
+from benchmarks.compare import DTYPES, OURS  # noqa: E402
+from benchmarks.device_check import file_name  # noqa: E402
 from benchmarks.measure import GpuTimer, Run, Sample, human_seconds, markdown_table  # noqa: E402
-from benchmarks.norm_providers import CLOSE, DIRECTIONS, OPERATORS, OURS, Inputs, Problem  # noqa: E402
+from benchmarks.norm_providers import DIRECTIONS, OPERATORS, Inputs, Problem  # noqa: E402
 from fusedops.runtime.device import TARGETS, device_facts  # noqa: E402
 
 WIDTHS = tuple(2**n for n in range(8, 17))
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COPY = "copy"
 
 
@@ -83,13 +80,9 @@ class Result:
 
     def row(self) -> dict[str, Any]:
         """For a CSV file."""
-        plain = {k: v for k, v in asdict(self).items() if k not in ("sample", "copy", "error")}
-        if self.distance is not None and not math.isfinite(self.distance):
-            plain["distance"] = None  # JSON has no infinity; the error tells it
-        sample = asdict(self.sample) if self.sample else dict.fromkeys(("median", "low", "high", "count"))
         return {
-            **plain,
-            **{name if name == "count" else f"seconds_{name}": value for name, value in sample.items()},
+            **{k: v for k, v in asdict(self).items() if k not in ("sample", "copy", "error")},
+            **compare.sample_row(self.sample),
             "copy_seconds": self.copy.median if self.copy else None,
             "gigabytes_per_second": self.rate / 1e9 if self.sample else None,
             "percent_of_copy": self.percent_of_copy if self.sample else None,
@@ -150,10 +143,6 @@ def _rows(width: int, dtype: torch.dtype, mib: float) -> int:
     return math.ceil(mib * 2**20 / (width * dtype.itemsize))
 
 
-def _progress() -> Progress:
-    return Progress(console=Console(stderr=True), transient=True)  # standard output stays clean for a pipe
-
-
 # --- timed -----------------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +157,8 @@ def timed(
     dtype = DTYPES[options.dtype]
     problems = [Problem(o, _rows(w, dtype, options.mib), w, dtype) for o in options.operators for w in options.widths]
     results: list[Result] = []
-    with _progress() as progress, fusedops.backend("triton"):  # an error, rather than a timing of torch under our name
+    # An error, rather than a timing of torch under our name.
+    with compare.progress() as progress, fusedops.backend("triton"):
         task = progress.add_task("", total=len(problems) * len(options.directions))
         for problem in problems:
             inputs = Inputs.of(problem, device)
@@ -181,14 +171,12 @@ def timed(
             torch.cuda.empty_cache()
     facts = device_facts(device)
     report = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **compare.header(left_out),
         "device": asdict(facts),
-        "versions": versions(),
-        "left_out": left_out,
         "results": [result.row() for result in results],
     }
     path = (options.output or ROOT / "benchmarks" / "results") / f"norm-{file_name(facts.name)}"
-    write(path, report)
+    compare.write(path, report)
     plot(results, f"{facts.name}, {options.dtype}", path.with_suffix(".png"))
     print(json.dumps(report, indent=1) if options.json else table(results))
     print(f"written: {path}.csv, .json and .png", file=sys.stderr)
@@ -197,15 +185,12 @@ def timed(
 
 def _distances(problem: Problem, providers: norm_providers.Found, inputs: Inputs) -> dict[str, float | Exception]:
     """Each provider's distance from float64, or what it raised."""
-    norm_providers.fresh()
-    found: dict[str, float | Exception] = {}
-    for name, functions in providers.items():
-        if problem.operator in functions:
-            try:
-                found[name] = norm_providers.distance(problem, functions[problem.operator], inputs)
-            except Exception as error:  # one provider's failure is its result; the others are still wanted
-                found[name] = error
-    return found
+    compare.fresh()
+    return {
+        name: compare.attempt(partial(norm_providers.distance, problem, functions[problem.operator], inputs))
+        for name, functions in providers.items()
+        if problem.operator in functions
+    }
 
 
 def _measure(
@@ -217,26 +202,17 @@ def _measure(
     timer: GpuTimer,
     seconds: float,
 ) -> list[Result]:
-    runs: dict[str, Run] = {}
-    errors: dict[str, str] = {}
-    for name, found in distances.items():
-        errors[name] = _verdict(found, problem.dtype)
-        if not errors[name]:
-            try:
-                runs[name] = norm_providers.run_in(direction, providers[name][problem.operator], inputs)
-                runs[name]()
-            except Exception as error:
-                errors[name] = _short(error)
-                runs.pop(name, None)
     moved = problem.least_bytes(direction)
-    samples: dict[str, Sample] = {}
-    try:
+
+    def make_run(name: str) -> Run:
+        return norm_providers.run_in(direction, providers[name][problem.operator], inputs)
+
+    def make_copy() -> Run:
         source = torch.empty(moved // 2, dtype=torch.uint8, device=inputs.x.device).random_()  # a copy reads and writes
         target = torch.empty_like(source)
-        runs[COPY] = lambda: target.copy_(source)
-        samples = timer.measure(runs, seconds)
-    except Exception as error:  # such as no memory: the other sizes are still wanted
-        errors = {name: reason or _short(error) for name, reason in errors.items()}
+        return lambda: target.copy_(source)
+
+    samples, copy, errors = compare.measure(distances, problem.dtype, make_run, make_copy, timer, seconds)
     dtype = str(problem.dtype).removeprefix("torch.")
     return [
         Result(
@@ -247,25 +223,13 @@ def _measure(
             width=problem.width,
             dtype=dtype,
             least_bytes=moved,
-            distance=None if isinstance(distances[name], Exception) else distances[name],
+            distance=compare.finite(distances[name]),
             sample=samples.get(name),
-            copy=samples[COPY] if name in samples else None,
+            copy=copy if name in samples else None,
             error=error or None,
         )
         for name, error in errors.items()
     ]
-
-
-def _verdict(found: float | Exception, dtype: torch.dtype) -> str:
-    """Why a provider is not timed; empty: it is right."""
-    if isinstance(found, Exception):
-        return _short(found)
-    return "" if found <= CLOSE[dtype] else f"WRONG: {found:.1e} from float64"
-
-
-def _short(error: Exception) -> str:
-    lines = f"{type(error).__name__}: {error}".splitlines()
-    return lines[0][:200]
 
 
 def table(results: Sequence[Result]) -> str:
@@ -297,17 +261,6 @@ def _groups(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
     for result in results:
         groups.setdefault((result.operator, result.direction), []).append(result)
     return groups
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """``path``.json with everything, ``path``.csv with a line a result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        rows = report["results"]
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def plot(results: Sequence[Result], title: str, path: Path) -> None:
@@ -355,7 +308,7 @@ def dry_run(providers: norm_providers.Found, options: argparse.Namespace) -> int
             problem = Problem(operator, 8, 48, DTYPES[options.dtype])
             inputs = Inputs.of(problem, device)
             for name, found in _distances(problem, providers, inputs).items():
-                reason = _verdict(found, problem.dtype)
+                reason = compare.verdict(found, problem.dtype)
                 wrong += bool(reason) and name == OURS
                 if not reason:
                     for direction in options.directions:
@@ -383,21 +336,20 @@ def static(options: argparse.Namespace) -> int:
         for name in providers
         if operator in providers[name]
     ]
-    with _progress() as progress:
+    with compare.progress() as progress:
         task = progress.add_task("", total=len(cases))
         for target, problem, name in cases:
             progress.update(task, description=f"{target} {problem.operator} {problem.width} {name}")
             results += norm_static.inspect(name, providers[name][problem.operator], problem, target, options.directions)
             progress.advance(task)
     report = {
-        "versions": versions(),
-        "left_out": left_out,
+        **compare.header(left_out),
         "results": [result.as_dict() for result in results],
     }
     print(json.dumps(report, indent=1) if options.json else f"{norm_static.table(results)}\n\n{norm_static.NOTE}")
     if options.output is not None:
-        write(options.output / "norm-static", {**report, "results": [result.row() for result in results]})
-        (options.output / "norm-static.json").write_text(json.dumps(report, indent=1) + "\n")
+        compare.write(options.output / "norm-static", report)
+        compare.write_rows(options.output / "norm-static.csv", [result.row() for result in results])
         print(f"written: {options.output / 'norm-static'}.csv and .json", file=sys.stderr)
     failed = [result for result in results if result.error and result.provider == OURS]
     for result in failed[:5]:

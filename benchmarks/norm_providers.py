@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import fusedops
+from benchmarks import compare
+from benchmarks.compare import OURS
 from benchmarks.measure import Run, norm_bytes
 
-OURS = "fusedops"
 OPERATORS = ("layer_norm", "rms_norm", "add_rms_norm", "add_layer_norm")
 DIRECTIONS = ("forward", "backward", "both")
 EPS = 1e-5
@@ -112,21 +113,8 @@ def run_in(direction: str, function: Function, inputs: Inputs) -> Run:
 
 
 def load(names: Iterable[str]) -> tuple[Found, dict[str, str]]:
-    """The operators of each provider that is installed, and the reason why each other one is left out.
-
-    Args:
-        names: of PROVIDERS.
-    """
-    found: Found = {}
-    left_out: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = PROVIDERS[name]()
-        except ModuleNotFoundError as error:
-            left_out[name] = f"{error.name} is not installed"
-        except Exception as error:  # built for another torch, no such function in this version, …
-            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return found, left_out
+    """:func:`benchmarks.compare.load` of PROVIDERS."""
+    return compare.load(PROVIDERS, names)
 
 
 def _fusedops() -> dict[str, Function]:
@@ -167,23 +155,7 @@ def _torch() -> dict[str, Function]:
 
 
 def _torch_compile() -> dict[str, Function]:
-    import torch._functorch.config as config
-
-    # A graph whose backward runs more than once must keep its buffers.
-    config.donated_buffer = False
-
-    def compiled(function: Function) -> Function:
-        """Compiled for the very sizes of a problem, by the first call after :func:`fresh`."""
-        # Inductor makes C++ on a CPU, where only a dry run comes by.
-        backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-        return torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
-
-    return {operator: compiled(function) for operator, function in _torch().items()}
-
-
-def fresh() -> None:
-    """Forget what torch.compile has compiled: it gives up on a function after a few sizes."""
-    torch._dynamo.reset()
+    return {operator: compare.compiled(function) for operator, function in _torch().items()}
 
 
 def _liger() -> dict[str, Function]:
@@ -238,46 +210,14 @@ PROVIDERS: dict[str, Callable[[], dict[str, Function]]] = {
 }
 
 
-# --- is it right? ----------------------------------------------------------------------------------------------------
-
-# Largest relative distance ‖found - exact‖ / ‖exact‖ of a right result: four roundings in a row to a 16-bit dtype, each
-# of at most 2⁻⁸ or 2⁻¹¹; for float32 what sums of a million products may differ by in another order.
-CLOSE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11, torch.float32: 1e-5}
-
 # Elements of float64 that the reference holds at once.
 _CHUNK = 1 << 22
 
 
 def distance(problem: Problem, function: Function, inputs: Inputs) -> float:
     """Largest relative distance of a provider's outputs and gradients from float64's. NaN counts as infinite."""
-    leaves = inputs.with_gradients()
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    outputs = function(*leaves)
-    found = [*outputs, *torch.autograd.grad(outputs, wanted, inputs.gradients)]
-    found = [tensor.detach() for tensor in found]
+    by_row = (True, True, False, False)
     exact = _torch()[problem.operator]
-    rowwise = [tensor.dim() == 2 for tensor in found]
-    wrong = torch.zeros(len(found), dtype=torch.float64, device=inputs.x.device)
-    total = torch.zeros_like(wrong)
-    sums: list[torch.Tensor | None] = [None] * len(found)
-    for rows in torch.arange(problem.rows).split(max(1, _CHUNK // problem.width)):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        chunk = [
-            None if t is None else (t.detach()[part] if t.dim() == 2 else t.detach()).double().requires_grad_()
-            for t in inputs.tensors
-        ]
-        results = exact(*chunk)
-        gradients = [gradient[part].double() for gradient in inputs.gradients]
-        gradients = torch.autograd.grad(results, [t for t in chunk if t is not None], gradients)
-        expected = [tensor.detach() for tensor in (*results, *gradients)]
-        for i, (tensor, right) in enumerate(zip(found, expected, strict=True)):
-            if rowwise[i]:
-                wrong[i] += (tensor[part].double() - right).square().sum()
-                total[i] += right.square().sum()
-            else:
-                sums[i] = right if sums[i] is None else sums[i] + right
-    for i, right in enumerate(sums):
-        if right is not None:
-            wrong[i] = (found[i].double() - right).square().sum()
-            total[i] = right.square().sum()
-    return float((wrong / total).sqrt().nan_to_num(nan=float("inf")).max())
+    return compare.distance(
+        function, exact, inputs.tensors, by_row, inputs.gradients, max(1, _CHUNK // problem.width)
+    )  # fmt: skip

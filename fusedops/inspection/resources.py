@@ -68,6 +68,16 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _ptxas_spills(ptx: str, capability: int) -> int:
+    report = ptxas_report(ptx, capability)
+    return max(_number(r"(\d+) bytes spill stores", report), _number(r"(\d+) bytes spill loads", report))
+
+
+def ptxas_report(ptx: str, capability: int) -> str:
+    """What ``ptxas -v`` says of a kernel's PTX: registers, spilled bytes, warnings.
+
+    Raises:
+        ToolError: ptxas is missing or fails.
+    """
     arch = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     if arch is None:
         raise ToolError("the PTX names no target")
@@ -75,8 +85,7 @@ def _ptxas_spills(ptx: str, capability: int) -> int:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
         output = str(Path(folder, "kernel.cubin"))
-        report = _run(_assembler(capability), "-v", f"--gpu-name={arch.group(1)}", str(path), "-o", output)
-    return max(_number(r"(\d+) bytes spill stores", report), _number(r"(\d+) bytes spill loads", report))
+        return _run(_assembler(capability), "-v", f"--gpu-name={arch.group(1)}", str(path), "-o", output)
 
 
 def _assembler(capability: int) -> str:
@@ -102,6 +111,15 @@ def _tool(name: str) -> str:
     if found is None:
         raise ToolError(f"{name} is neither in Triton's folder nor on the PATH; it comes with Triton's CUDA build")
     return found
+
+
+def run_tool(name: str, *arguments: str) -> str:
+    """What one of NVIDIA's binary tools prints.
+
+    Raises:
+        ToolError: it is missing or fails.
+    """
+    return _run(_tool(name), *arguments)
 
 
 def _run(*command: str) -> str:

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import norm, norm_providers, norm_static
+from benchmarks.compare import CLOSE, OURS
 from benchmarks.measure import Sample
-from benchmarks.norm_providers import CLOSE, DIRECTIONS, OPERATORS, OURS, Inputs, Problem
+from benchmarks.norm_providers import DIRECTIONS, OPERATORS, Inputs, Problem
 from benchmarks.norm_static import KernelReport, StaticResult
 from fusedops.inspection.accesses import Access
 from tests.harness.compile import ROOT, compiling_environment

@@ -11,6 +11,7 @@ import json
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusedops
 
@@ -53,6 +54,11 @@ def unusual_kernel(PAIR, Y, stride, BLOCK: tl.constexpr):
     tl.store(Y + at, y)
 
 
+@triton.jit
+def described_kernel(X, Y, row):
+    Y.store([row, 0], X.load([row, 0]) * 2)
+
+
 def norm_step() -> None:
     x = torch.ones(4, 256, requires_grad=True)
     fusedops.rms_norm(x, 256).backward(torch.ones(4, 256))
@@ -89,6 +95,16 @@ def main() -> None:
     found["parameters"], found["constants"] = simple.parameters, dict(simple.constants)
     (unusual,) = compile_launches("sm_80", lambda: unusual_kernel[(1,)]((None, x), y, 1, BLOCK=128))
     found["unusual parameters"], found["unusual constants"] = unusual.parameters, dict(unusual.constants)
+    descriptors = [TensorDescriptor.from_tensor(t.view(128, 128), [64, 64]) for t in (x, y)]
+    with capture_launches("sm_90") as launches:
+        described_kernel[(2,)](*descriptors, 64)
+    for target in ("sm_80", "sm_90"):
+        described = compile_launch(launches[0], target)
+        found[f"described {target}"] = {
+            "parameters": described.parameters,
+            "tma": "cp.async.bulk.tensor" in described.asm["ptx"],
+            "spill_bytes": described.spill_bytes,
+        }
     with fusedops.backend("triton"), capture_launches("sm_90") as launches:
         norm_step()
     found["public"] = [launch.name for launch in launches]

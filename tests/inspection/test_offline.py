@@ -65,6 +65,16 @@ def test_an_argument_of_one_none_or_in_a_tuple_is_found_under_its_name(probes):
 
 
 @needs_triton
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_a_launch_with_tensor_descriptors(probes, target):
+    """From sm_90 on the device has instructions for them; before, their copies are made of others."""
+    found = probes[f"described {target}"]
+    assert found["parameters"] == ["X", "Y", "row"]
+    assert found["tma"] == (target == "sm_90")
+    assert found["spill_bytes"] == 0
+
+
+@needs_triton
 def test_public_functions_launch_while_launches_are_captured(probes):
     assert "norm_forward_kernel" in probes["public"]
     assert any("backward" in name for name in probes["public"])
