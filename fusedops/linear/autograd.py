@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusedops.linear import reference
-from fusedops.linear.reference import keeps_output, saves
+from fusedops.linear.reference import saves
 from fusedops.runtime.backend import can_launch
 from fusedops.runtime.library import below_autograd, first_order_only, register
 
@@ -41,7 +41,7 @@ class Linear(torch.autograd.Function):
         with below_autograd():
             output, saved = linear_op(
                 input, weight, bias, residual, seed, None, activation, dropout_p, out_dtype,
-                own and not again, False, precision,
+                own and not again, again, precision,
             )  # fmt: skip
         derivative_of = None
         if activation is not None and any(needs) and not again:
@@ -69,15 +69,16 @@ class Linear(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 12
         input, weight, bias, saved, seed = ctx.saved_tensors
-        activation, _, needs, input_dtype, *_, precision = ctx.arguments
+        activation, dropout_p, needs, *_, precision = ctx.arguments
         dx = dw = db = None
         if any(needs):
             if ctx.again:
-                # The activation's input, or its output: what the forward would have kept, to the bit.
-                ends = activation if keeps_output(activation) else None
-                saved, _ = linear_op(
-                    input, weight, bias, None, None, None, ends, 0.0, input_dtype, False, False, precision
-                )
+                # How the product is computed depends on what follows it. The residual's values do not matter.
+                residual = None if ctx.residual_dtype is None else grad_output
+                _, saved = linear_op(
+                    input, weight, bias, residual, seed, None, activation, dropout_p, grad_output.dtype, True, True,
+                    precision,
+                )  # fmt: skip
             arguments = (
                 grad_output, input if needs[1] else None, weight if needs[0] else None, saved, seed, *ctx.arguments
             )  # fmt: skip
@@ -122,7 +123,7 @@ def _linear(
         from fusedops.linear.kernels_forward import linear_forward as forward
     else:
         forward = reference.linear
-    return forward(input, weight, bias, residual, seed, activation, dropout_p, out_dtype, save, precision)
+    return forward(input, weight, bias, residual, seed, activation, dropout_p, out_dtype, save, recompute, precision)
 
 
 def _linear_fake(
@@ -141,7 +142,8 @@ def _linear_fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*input.shape[:-1], weight.shape[0])
     save = save and saves(activation, residual, seed, input.dtype, out_dtype)
-    return input.new_empty(shape, dtype=out_dtype), input.new_empty(shape if save else (0,))
+    output = input.new_empty((0,) if save and recompute else shape, dtype=out_dtype)
+    return output, input.new_empty(shape if save else (0,))
 
 
 def _linear_backward(

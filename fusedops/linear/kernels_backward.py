@@ -48,6 +48,7 @@ def grad_input_kernel(
     stride_w2n,
     stride_w2k,
     TIMES_DERIVATIVE: tl.constexpr,  # a function of kernels_activations.py, or None
+    DY_ROW_MAJOR: tl.constexpr,  # the elements of a row of DY, and of DY2, are neighbours in memory
     EVEN_N: tl.constexpr,  # BLOCK_N divides N
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -67,12 +68,12 @@ def grad_input_kernel(
     if TIMES_DERIVATIVE is None:
         dx = multiply(
             dx, DY, W, m, k, M, K, begin_n, end_n, stride_dym, stride_dyn, stride_wn, stride_wk,
-            EVEN_N, PRECISION, BLOCK_N,
+            DY_ROW_MAJOR, False, EVEN_N, PRECISION, BLOCK_N,
         )  # fmt: skip
         if DY2 is not None:
             dx = multiply(
                 dx, DY2, W2, m, k, M, K, begin_n, end_n, stride_dy2m, stride_dy2n, stride_w2n, stride_w2k,
-                EVEN_N, PRECISION, BLOCK_N,
+                DY_ROW_MAJOR, False, EVEN_N, PRECISION, BLOCK_N,
             )  # fmt: skip
     else:
         n = begin_n + tl.arange(0, BLOCK_N).to(tl.int64)
@@ -100,6 +101,64 @@ def grad_input_kernel(
         tl.store(P + split.to(tl.int64) * M * K + at, dx, mask=in_m & in_k)
     else:
         tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=in_m & in_k)
+
+
+@triton.jit
+def weight_product(
+    DY,
+    S,
+    X,
+    n,  # int64 indices of the tile's rows and columns
+    k,
+    M,
+    N,
+    K,
+    begin_m,
+    end_m,
+    stride_dym,
+    stride_dyn,
+    stride_xm,
+    stride_xk,
+    SUM: tl.constexpr,
+    TIMES_DERIVATIVE: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dZᵀ[n, begin_m:end_m] X[begin_m:end_m, k] and, with SUM, the sums of that dZ over its rows."""
+    in_n = (n < N)[:, None]
+    in_k = (k < K)[None, :]
+    m = begin_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    dy_at = DY + n[:, None] * stride_dyn + m[None, :] * stride_dym
+    x_at = X + m[:, None] * stride_xm + k[None, :] * stride_xk
+    dy_step = tl.full((), BLOCK_M, tl.int64) * stride_dym
+    x_step = tl.full((), BLOCK_M, tl.int64) * stride_xm
+    if TIMES_DERIVATIVE is not None:
+        s_at = S + n[:, None] + m[None, :] * N
+        s_step = tl.full((), BLOCK_M, tl.int64) * N
+    dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for first_m in range(begin_m, end_m, BLOCK_M):
+        in_nm = in_n
+        in_mk = in_k
+        if not EVEN_M:
+            in_m = first_m + tl.arange(0, BLOCK_M) < end_m
+            in_nm = in_n & in_m[None, :]
+            in_mk = in_k & in_m[:, None]
+        dzt = tl.load(dy_at, mask=in_nm, other=0.0)
+        x = tl.load(x_at, mask=in_mk, other=0.0)
+        if TIMES_DERIVATIVE is not None:
+            s = tl.load(s_at, mask=in_nm, other=0.0).to(tl.float32)
+            dzt = TIMES_DERIVATIVE(dzt.to(tl.float32), s)
+            s_at += s_step
+        if SUM:
+            db += tl.sum(dzt.to(tl.float32), axis=1)
+        dw = tl.dot(dzt.to(x.dtype), x, dw, input_precision=PRECISION)
+        dy_at += dy_step
+        x_at += x_step
+    return dw, db
 
 
 @triton.jit
@@ -137,47 +196,27 @@ def grad_weight_kernel(
     k = block_k.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     in_n = (n < N)[:, None]
     in_k = (k < K)[None, :]
-    dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    if TIMES_DERIVATIVE is None and DB is None:
-        dw = multiply(
-            dw, DY, X, n, k, N, K, begin_m, end_m, stride_dyn, stride_dym, stride_xm, stride_xk,
-            EVEN_M, PRECISION, BLOCK_M,
-        )  # fmt: skip
+    # Each its own loop: a branch inside would cost the programs that have no db to sum.
+    if DB is not None:
+        if block_k == 0:
+            dw, db = weight_product(
+                DY, S, X, n, k, M, N, K, begin_m, end_m, stride_dym, stride_dyn, stride_xm, stride_xk,
+                True, TIMES_DERIVATIVE, EVEN_M, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            db_at = DB + n
+            if SPLITS > 1:
+                db_at += split.to(tl.int64) * N
+            tl.store(db_at, db.to(DB.dtype.element_ty), mask=n < N)
+        else:
+            dw, _ = weight_product(
+                DY, S, X, n, k, M, N, K, begin_m, end_m, stride_dym, stride_dyn, stride_xm, stride_xk,
+                False, TIMES_DERIVATIVE, EVEN_M, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
     else:
-        m = begin_m + tl.arange(0, BLOCK_M).to(tl.int64)
-        dy_at = DY + n[:, None] * stride_dyn + m[None, :] * stride_dym
-        x_at = X + m[:, None] * stride_xm + k[None, :] * stride_xk
-        dy_step = tl.full((), BLOCK_M, tl.int64) * stride_dym
-        x_step = tl.full((), BLOCK_M, tl.int64) * stride_xm
-        if TIMES_DERIVATIVE is not None:
-            s_at = S + n[:, None] + m[None, :] * N
-            s_step = tl.full((), BLOCK_M, tl.int64) * N
-        db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        for first_m in range(begin_m, end_m, BLOCK_M):
-            in_nm = in_n
-            in_mk = in_k
-            if not EVEN_M:
-                in_m = first_m + tl.arange(0, BLOCK_M) < end_m
-                in_nm = in_n & in_m[None, :]
-                in_mk = in_k & in_m[:, None]
-            dzt = tl.load(dy_at, mask=in_nm, other=0.0)
-            x = tl.load(x_at, mask=in_mk, other=0.0)
-            if TIMES_DERIVATIVE is not None:
-                s = tl.load(s_at, mask=in_nm, other=0.0).to(tl.float32)
-                dzt = TIMES_DERIVATIVE(dzt.to(tl.float32), s)
-                s_at += s_step
-            if DB is not None:  # noqa: SIM102 (the one is known when compiling, the other is not)
-                if block_k == 0:
-                    db += tl.sum(dzt.to(tl.float32), axis=1)
-            dw = tl.dot(dzt.to(x.dtype), x, dw, input_precision=PRECISION)
-            dy_at += dy_step
-            x_at += x_step
-        if DB is not None:  # noqa: SIM102
-            if block_k == 0:
-                db_at = DB + n
-                if SPLITS > 1:
-                    db_at += split.to(tl.int64) * N
-                tl.store(db_at, db.to(DB.dtype.element_ty), mask=n < N)
+        dw, _ = weight_product(
+            DY, S, X, n, k, M, N, K, begin_m, end_m, stride_dym, stride_dyn, stride_xm, stride_xk,
+            False, TIMES_DERIVATIVE, EVEN_M, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     if P is not None:
         tl.store(P + split.to(tl.int64) * N * K + n[:, None] * K + k[None, :], dw, mask=in_n & in_k)
     elif ACCUMULATE:
@@ -224,7 +263,8 @@ def grad_input_product(
     grad_input_kernel[tiles(config, M, K)](
         dy, s, w, dy2, w2, dx, sums, M, N, K, *dy.stride(), *w.stride(),
         *((0, 0) if dy2 is None else dy2.stride()), *((0, 0) if w2 is None else w2.stride()),
-        TIMES_DERIVATIVE=device_functions(activation)[1], EVEN_N=N % config.depth == 0,
+        TIMES_DERIVATIVE=device_functions(activation)[1],
+        DY_ROW_MAJOR=all(dz.stride(1) == 1 for dz, _ in pairs), EVEN_N=N % config.depth == 0,
         PRECISION=dot_precision(dy, precision),
         BLOCK_M=config.rows, BLOCK_N=config.depth, BLOCK_K=config.cols, GROUP=config.group, SPLITS=config.splits,
         **options(config.num_warps, config.num_stages),

@@ -59,6 +59,20 @@ def share_of(
 
 
 @triton.jit
+def load_block(at, in_rows, in_cols, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr):
+    """A block, zero outside; the EVEN_ dimensions need no mask."""
+    if EVEN_ROWS and EVEN_COLS:
+        block = tl.load(at)
+    elif EVEN_ROWS:
+        block = tl.load(at, mask=in_cols, other=0.0)
+    elif EVEN_COLS:
+        block = tl.load(at, mask=in_rows, other=0.0)
+    else:
+        block = tl.load(at, mask=in_rows & in_cols, other=0.0)
+    return block
+
+
+@triton.jit
 def multiply(
     total,  # (rows, cols) float32: what is added to
     A,  # (R, D), any strides
@@ -73,27 +87,30 @@ def multiply(
     stride_ad,
     stride_bd,
     stride_bc,
+    A_ROW_MAJOR: tl.constexpr,  # the elements of a row of A are neighbours in memory
+    B_COL_MAJOR: tl.constexpr,  # those of a column of B
     EVEN: tl.constexpr,  # BLOCK divides end - first
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """total + A[row, first:end] B[first:end, col]."""
+    """total + A[row, first:end] B[first:end, col], of which what is outside of the matrices means nothing."""
     d = first + tl.arange(0, BLOCK).to(tl.int64)
     in_r = (row < R)[:, None]
     in_c = (col < C)[None, :]
+    # Rows past the end are the last one again, without a mask in the loop. Not where the compiler would lose sight of
+    # elements being neighbours.
+    if A_ROW_MAJOR:
+        row = tl.minimum(row, R - 1)
+    if B_COL_MAJOR:
+        col = tl.minimum(col, C - 1)
     a_at = A + row[:, None] * stride_ar + d[None, :] * stride_ad
     b_at = B + d[:, None] * stride_bd + col[None, :] * stride_bc
     a_step = tl.full((), BLOCK, tl.int64) * stride_ad
     b_step = tl.full((), BLOCK, tl.int64) * stride_bd
     for at in range(first, end, BLOCK):
-        in_rd = in_r
-        in_dc = in_c
-        if not EVEN:
-            in_d = at + tl.arange(0, BLOCK) < end
-            in_rd = in_r & in_d[None, :]
-            in_dc = in_c & in_d[:, None]
-        a = tl.load(a_at, mask=in_rd, other=0.0)
-        b = tl.load(b_at, mask=in_dc, other=0.0)
+        in_d = at + tl.arange(0, BLOCK) < end
+        a = load_block(a_at, in_r, in_d[None, :], A_ROW_MAJOR, EVEN)
+        b = load_block(b_at, in_d[:, None], in_c, EVEN, B_COL_MAJOR)
         total = tl.dot(a.to(b.dtype), b, total, input_precision=PRECISION)
         a_at += a_step
         b_at += b_step

@@ -45,7 +45,7 @@ def finish(
     B,  # (N,) or None
     R,  # (M, N), any strides, or None: the residual
     SEED,  # (1,) int64, or None without dropout
-    Y,  # (M, N), contiguous
+    Y,  # (M, N), contiguous, or None: only Z is wanted
     Z,  # (M, N), contiguous, or None: what the backward needs
     m,  # the tile's rows and its first column, int64
     first_n,
@@ -67,15 +67,18 @@ def finish(
         z += tl.load(B + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if Z is not None and not KEEP_OUTPUT:
         put(Z, z, at, mask, first_m, first_n)
-    if ACTIVATION is not None:
-        z = ACTIVATION(z)
-    if Z is not None and KEEP_OUTPUT:
-        put(Z, z, at, mask, first_m, first_n)
-    if SEED is not None:
-        z *= keep_scale(SEED, m, first_n, threshold, scale, z.shape[1])
-    if R is not None:
-        z += tl.load(R + m[:, None] * stride_rm + n[None, :] * stride_rn, mask=mask, other=0.0).to(tl.float32)
-    put(Y, z, at, mask, first_m, first_n)
+    if Y is not None or KEEP_OUTPUT:
+        if ACTIVATION is not None:
+            z = ACTIVATION(z)
+        if Z is not None and KEEP_OUTPUT:
+            put(Z, z, at, mask, first_m, first_n)
+        if Y is not None:
+            if SEED is not None:
+                z *= keep_scale(SEED, m, first_n, threshold, scale, z.shape[1])
+            if R is not None:
+                r = tl.load(R + m[:, None] * stride_rm + n[None, :] * stride_rn, mask=mask, other=0.0)
+                z += r.to(tl.float32)
+            put(Y, z, at, mask, first_m, first_n)
 
 
 @triton.jit
@@ -157,7 +160,7 @@ def epilogue(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     seed: torch.Tensor | None,
-    output: torch.Tensor,
+    output: torch.Tensor | None,
     saved: torch.Tensor | None,
     activation: str | None,
     dropout_p: float,
@@ -169,7 +172,7 @@ def epilogue(
         sums: (splits, M, N), contiguous.
         bias: (N,), contiguous.
         residual: (M, N), any strides.
-        output, saved: (M, N), contiguous, written.
+        output, saved: (M, N), contiguous, written; None: not wanted.
         keep_output: ``saved`` takes the activation's output, else its input.
     """
     splits, M, N = sums.shape

@@ -45,6 +45,8 @@ def linear_forward_kernel(
     scale,
     ACTIVATION: tl.constexpr,  # a function of kernels_activations.py, or None
     KEEP_OUTPUT: tl.constexpr,  # Z takes the activation's output, else its input
+    X_ROW_MAJOR: tl.constexpr,  # the elements of a row are neighbours in memory
+    W_ROW_MAJOR: tl.constexpr,
     EVEN_K: tl.constexpr,  # BLOCK_K divides K
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -62,7 +64,8 @@ def linear_forward_kernel(
     n = first_n + tl.arange(0, BLOCK_N)
     z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     z = multiply(
-        z, X, W, m, n, M, N, first_k, end_k, stride_xm, stride_xk, stride_wk, stride_wn, EVEN_K, PRECISION, BLOCK_K
+        z, X, W, m, n, M, N, first_k, end_k, stride_xm, stride_xk, stride_wk, stride_wn,
+        X_ROW_MAJOR, W_ROW_MAJOR, EVEN_K, PRECISION, BLOCK_K,
     )  # fmt: skip
     if P is not None:
         at = P + split.to(tl.int64) * M * N + m[:, None] * N + n[None, :]
@@ -89,26 +92,34 @@ def linear_forward(
     dropout_p: float,
     out_dtype: torch.dtype,
     save: bool,
+    recompute: bool,
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate and launch; arguments and results as :func:`fusedops.linear.reference.linear`."""
     N, K = weight.shape
     lead = input.shape[:-1]
     M = math.prod(lead)
-    output = input.new_empty((*lead, N), dtype=out_dtype)
-    save = save and saves(activation, residual, seed, input.dtype, out_dtype)
+    own = saves(activation, residual, seed, input.dtype, out_dtype)
+    save = save and own
+    again = save and recompute
+    output = input.new_empty((0,) if again else (*lead, N), dtype=out_dtype)
     saved = input.new_empty((*lead, N) if save else (0,))
     if M == 0 or N == 0:
         return output, saved
     x = input.reshape(M, K)
     w = weight.to(input.dtype)
     b = None if bias is None else bias.contiguous()
-    r = None if residual is None else residual.reshape(M, N)
-    y, z = output.view(M, N), saved.view(M, N) if save else None
+    r = None if residual is None or again else residual.reshape(M, N)
+    y = None if again else output.view(M, N)
+    z = saved.view(M, N) if save else None
     config = config_for(
         "forward", (M, N, K), (x, w), activation, precision, out_dtype,
-        keeps=save, extras=r is not None or seed is not None, descriptors=persistent_reason(x, w, y, z) is None,
+        # The same for what keeps, what will recompute and what recomputes: the same products, to the bit.
+        keeps=own and (save or recompute), extras=residual is not None or seed is not None,
+        descriptors=persistent_reason(x, w, out_dtype) is None,
     )  # fmt: skip
+    if again:
+        seed = None
     with device_guard(x):
         _LAUNCHERS[config.kernel](x, w, b, r, seed, y, z, activation, dropout_p, precision, config)
     return output, saved
@@ -120,14 +131,14 @@ def _tiled(
     b: torch.Tensor | None,
     r: torch.Tensor | None,
     seed: torch.Tensor | None,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     z: torch.Tensor | None,
     activation: str | None,
     dropout_p: float,
     precision: str,
     config: LinearConfig,
 ) -> None:
-    (M, N), K = y.shape, x.shape[1]
+    (M, K), N = x.shape, w.shape[0]
     threads = config.num_warps * device_facts(x.device).warp_size
     at_once = 128 if r is None and seed is None else 64  # sums a thread
     sums = partial_sums(config, M, N, x)
@@ -135,6 +146,7 @@ def _tiled(
         x, w, b, r, seed, y, z, sums, M, N, K, *x.stride(), *w.stride(), *((0, 0) if r is None else r.stride()),
         *threshold_and_scale(dropout_p),
         ACTIVATION=device_functions(activation)[0], KEEP_OUTPUT=keeps_output(activation),
+        X_ROW_MAJOR=x.stride(1) == 1, W_ROW_MAJOR=w.stride(1) == 1,
         EVEN_K=K % config.depth == 0, PRECISION=dot_precision(x, precision),
         BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth, GROUP=config.group,
         QUARTERS=config.rows * config.cols >= at_once * threads, SPLITS=config.splits,
@@ -150,7 +162,7 @@ def _torch_product(
     b: torch.Tensor | None,
     r: torch.Tensor | None,
     seed: torch.Tensor | None,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     z: torch.Tensor | None,
     activation: str | None,
     dropout_p: float,
@@ -161,19 +173,19 @@ def _torch_product(
     if b is not None:
         b = b.to(x.dtype)
     with no_autocast(x):
-        plain = seed is None and r is None and z is None and y.dtype == x.dtype
+        plain = y is not None and seed is None and r is None and z is None and y.dtype == x.dtype
         if plain and b is not None and activation in _torch_activations(x):
             torch._addmm_activation(b, x, w.t(), use_gelu=activation == "gelu_tanh", out=y)
             return
         # What the backward needs is this very result, if it is the activation's input.
         into: Any = y if plain and activation is None else z if not keeps_output(activation) else None
         if into is None:
-            into = torch.empty_like(y, dtype=x.dtype)
+            into = x.new_empty((x.shape[0], w.shape[0]))
         if b is None:
             torch.mm(x, w.t(), out=into)
         else:
             torch.addmm(b, x, w.t(), out=into)
-    if into is not y:
+    if into is not y and (y is not None or into is not z):
         kept = z if into is not z else None
         epilogue(into[None], None, r, seed, y, kept, activation, dropout_p, keeps_output(activation))
 

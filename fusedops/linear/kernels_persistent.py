@@ -148,18 +148,22 @@ def descriptors_reason(matrix: torch.Tensor) -> str | None:
     return None
 
 
-def persistent_reason(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, z: torch.Tensor | None) -> str | None:
-    """Why :func:`persistent_forward` cannot serve these matrices on their device; None: it can."""
+def persistent_reason(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> str | None:
+    """Why :func:`persistent_forward` cannot serve matrices on their device; None: it can.
+
+    Args:
+        x, w: (M, K) and (N, K).
+        out_dtype: of the result, which is contiguous, as is what is kept for the backward, in the dtype of x.
+    """
     facts = device_facts(x.device)
     if facts.vendor != "interpreter" and facts.capability < 90:
         return f"{facts.arch} copies no tiles by tensor descriptors"
-    for name, matrix in (("input", x), ("weight", w), ("output", y), ("saved", z)):
-        reason = None if matrix is None else descriptors_reason(matrix)
+    for name, matrix in (("input", x), ("weight", w)):
+        reason = descriptors_reason(matrix)
         if reason is not None:
             return f"{name}: {reason}"
-        if name in ("output", "saved") and matrix is not None and matrix.stride(1) != 1:
-            return f"{name}: its rows are not contiguous"
-    return None
+    row = w.shape[0] * min(out_dtype.itemsize, x.element_size())
+    return f"output: its rows are {row} bytes apart, not a multiple of 16" if row % 16 else None
 
 
 def _parts(config: LinearConfig, warp_size: int) -> int:
@@ -188,7 +192,7 @@ def persistent_forward(
     b: torch.Tensor | None,
     r: torch.Tensor | None,
     seed: torch.Tensor | None,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     z: torch.Tensor | None,
     activation: str | None,
     dropout_p: float,
@@ -200,24 +204,26 @@ def persistent_forward(
     """Write ``dropout(activation(x wᵀ + b)) + r`` to y, and what the backward needs to z.
 
     Args:
-        x, w: (M, K) and (N, K). Of these and of y and z :func:`persistent_reason` must say nothing.
+        x, w: (M, K) and (N, K), of which :func:`persistent_reason` must say nothing.
         b: (N,), contiguous.
         r: (M, N), any strides.
-        y, z: (M, N), with contiguous rows, written.
+        y, z: (M, N), with contiguous rows, written; None: not wanted.
         config: a tile and its stages and warps; ``splits`` must be 1.
         specialize: give warps to the copies and to the product alone. The compiler refuses it for some configurations
             (with an error) and some devices (in silence).
     """
-    (M, N), K = y.shape, x.shape[1]
+    (M, K), N = x.shape, w.shape[0]
     facts = device_facts(x.device)
     parts = _parts(config, facts.warp_size)
     part = [config.rows, config.cols // parts]
-    resident = resident_programs(config, x.element_size(), y.element_size(), facts.shared_memory)
+    results = [matrix for matrix in (y, z) if matrix is not None]
+    itemsize = max(matrix.element_size() for matrix in results)
+    resident = resident_programs(config, x.element_size(), itemsize, facts.shared_memory)
     tiles = ceil_div(M, config.rows) * ceil_div(N, config.cols)
 
     linear_persistent_kernel[(min(tiles, facts.multiprocessor_count * resident),)](
         _descriptor(x, config.rows, config.depth), _descriptor(w, config.cols, config.depth),
-        b, r, seed, TensorDescriptor.from_tensor(y, part), None if z is None else TensorDescriptor.from_tensor(z, part),
+        b, r, seed, *(None if matrix is None else TensorDescriptor.from_tensor(matrix, part) for matrix in (y, z)),
         M, N, K, *((0, 0) if r is None else r.stride()),
         *threshold_and_scale(dropout_p),
         ACTIVATION=device_functions(activation)[0], KEEP_OUTPUT=keeps_output(activation),

@@ -11,27 +11,13 @@ import triton
 import triton.language as tl
 
 from fusedops.linear.kernels_activations import device_functions
-from fusedops.linear.kernels_common import partial_sums, share_of, tiles
+from fusedops.linear.kernels_common import load_block, partial_sums, share_of, tiles
 from fusedops.linear.kernels_epilogue import epilogue, finish
 from fusedops.linear.reference import keeps_output
 from fusedops.linear.tuning import LinearConfig
 from fusedops.runtime.dropout import threshold_and_scale
 from fusedops.runtime.launch import options
 from fusedops.runtime.precision import dot_precision
-
-
-@triton.jit
-def load_block(at, in_rows, in_cols, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr):
-    """A block, zero outside; the EVEN_ dimensions need no mask."""
-    if EVEN_ROWS and EVEN_COLS:
-        block = tl.load(at)
-    elif EVEN_ROWS:
-        block = tl.load(at, mask=in_cols, other=0.0)
-    elif EVEN_COLS:
-        block = tl.load(at, mask=in_rows, other=0.0)
-    else:
-        block = tl.load(at, mask=in_rows & in_cols, other=0.0)
-    return block
 
 
 @triton.jit
@@ -111,7 +97,7 @@ def skinny_forward(
     b: torch.Tensor | None,
     r: torch.Tensor | None,
     seed: torch.Tensor | None,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     z: torch.Tensor | None,
     activation: str | None,
     dropout_p: float,
@@ -125,10 +111,10 @@ def skinny_forward(
         w: (N, K), any strides.
         b: (N,), contiguous.
         r: (M, N), any strides.
-        y, z: (M, N), contiguous, written.
+        y, z: (M, N), contiguous, written; None: not wanted.
         config: as of :func:`fusedops.linear.tuning_skinny.skinny_config`.
     """
-    (M, N), K = y.shape, x.shape[1]
+    (M, K), N = x.shape, w.shape[0]
     sums = partial_sums(config, M, N, x)
     linear_skinny_kernel[tiles(config, M, N)](
         x, w, b, r, seed, y, z, sums, M, N, K, *x.stride(), *w.stride(), *((0, 0) if r is None else r.stride()),

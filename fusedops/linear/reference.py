@@ -42,6 +42,7 @@ def linear(
     dropout_p: float,
     out_dtype: torch.dtype,
     save: bool,
+    recompute: bool,
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``y = dropout(a(x Wᵀ + b)) + residual``, all that follows the product in float32, rounded once.
@@ -57,10 +58,12 @@ def linear(
         dropout_p: probability that an element is dropped; the others are divided by ``1 - dropout_p``.
         out_dtype: dtype of the output.
         save: the backward will need what the activation's derivative is a function of.
+        recompute: without ``save``: the backward will ask for that tensor then. With ``save``: it asks, and wants
+            nothing else.
         precision: how a float32 product may be computed. Here torch's own setting decides.
 
     Returns:
-        output: (..., out_features), ``out_dtype``.
+        output: (..., out_features), ``out_dtype``; empty, shape (0,), where only ``saved`` is wanted.
         saved: what the derivative is a function of, of the same shape and the input's dtype, where ``save`` is set and
             :func:`saves` says that it is a tensor of its own; else empty, shape (0,).
     """
@@ -77,6 +80,8 @@ def linear(
     saved = input.new_empty(0)
     if save and saves(activation, residual, seed, dtype, out_dtype):
         saved = (y if keeps_output(activation) else z).to(dtype)
+        if recompute:
+            output = output.new_empty(0)
     return output.to(out_dtype), saved
 
 

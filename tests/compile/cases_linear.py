@@ -49,6 +49,7 @@ def _forward(
     residual: bool = False,
     dropout_p: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    recompute: bool = False,
 ) -> Callable[[], object]:
     from fusedops.linear.kernels_forward import linear_forward
 
@@ -58,7 +59,9 @@ def _forward(
     r = torch.empty(M, N, dtype=dtype) if residual else None
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
     return _with_tiles(
-        lambda: linear_forward(x, weight, bias, r, seed, activation, dropout_p, out_dtype or dtype, True, precision)
+        lambda: linear_forward(
+            x, weight, bias, r, seed, activation, dropout_p, out_dtype or dtype, True, recompute, precision
+        )
     )
 
 
@@ -111,6 +114,7 @@ _TABLE = [
     ("forward_ones", _forward, ONES, _FP16, "gelu", {}, _ONE),
     ("forward_everything", _forward, LARGE, _BF16, "gelu", {"residual": True, "dropout_p": 0.1}, _KINDS | {"sm_100"}),
     ("forward_keeps_its_output", _forward, MIDDLE, _BF16, "sigmoid", {"residual": True, "out_dtype": _FP32}, _ONE),
+    ("forward_again", _forward, MIDDLE, _BF16, "sigmoid", {"residual": True, "recompute": True}, _ONE),
     ("forward_tf32x3", _forward, LARGE, _FP32, None, {"precision": "tf32x3"}, _TF32_TARGETS & _KINDS),
     ("forward_split", _forward, DEEP, _BF16, "gelu", {}, _KINDS),
     ("backward_split", _backward, TALL, _BF16, None, {}, _KINDS),

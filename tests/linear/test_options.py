@@ -130,6 +130,26 @@ def test_recomputing_gives_the_same_bits_and_keeps_nothing_of_its_own(kernel_run
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "gelu"])
+def test_recomputing_asks_for_the_configuration_of_the_forward(kernel_runner, monkeypatch, activation):
+    """The choice depends on what follows the product: another choice would give other bits."""
+    from fusedops.linear import kernels_common
+
+    problems = []
+    resolve = kernels_common.resolve
+    monkeypatch.setattr(
+        kernels_common, "resolve", lambda problem, *rest: problems.append(problem) or resolve(problem, *rest)
+    )
+    leaves = tensors(kernel_runner, (9, 20), 12)
+    residual = torch.randn(9, 12, device=kernel_runner.device)
+    for recompute in (False, True):
+        y = fusedops.linear(*leaves, activation, residual=residual, dropout_p=0.1, recompute=recompute)
+        y.sum().backward()
+    forwards = [problem for problem in problems if problem.product == "forward"]
+    assert len(forwards) == 3
+    assert len(set(forwards)) == 1
+
+
 def test_recompute_for_every_subset_of_gradients(kernel_runner):
     leaves = tensors(kernel_runner, (9, 20), 12)
     full = torch.autograd.grad(fusedops.linear(*leaves, "gelu").sum(), leaves)

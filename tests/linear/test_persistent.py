@@ -34,12 +34,12 @@ def aligned(runner, rows, cols, dtype, transposed=False):
 
 def run(x, w, bias=None, residual=None, activation=None, seed=None, p=0.0, config=CONFIG, out_dtype=None):
     """(output, saved) of the launcher; what lies between their rows stays as it was."""
-    from fusedops.linear.kernels_persistent import persistent_forward, persistent_reason
+    from fusedops.linear.kernels_persistent import descriptors_reason, persistent_forward
 
     rows, cols = x.shape[0], w.shape[0]
     y = between_nan(rows, cols, out_dtype or x.dtype, x.device)
     z = None if activation is None else between_nan(rows, cols, x.dtype, x.device)
-    assert persistent_reason(x, w, y, z) is None
+    assert not any(descriptors_reason(matrix) for matrix in (x, w, y, z) if matrix is not None)
     persistent_forward(x, w, bias, residual, seed, y, z, activation, p, "ieee", config)
     for result in (y, z):
         if result is not None:
@@ -142,23 +142,34 @@ def test_which_devices(arch, served):
     from fusedops.runtime.device import TARGETS
 
     with pretend(TARGETS[arch]):
-        reason = persistent_reason(torch.empty(16, 32), torch.empty(64, 32), torch.empty(16, 64), None)
+        reason = persistent_reason(torch.empty(16, 32), torch.empty(64, 32), torch.float32)
         assert reason is None if served else arch in reason
 
 
-@pytest.mark.parametrize(("name", "place"), [("input", 0), ("weight", 1), ("output", 2), ("saved", 3)])
+@pytest.mark.parametrize(("name", "place"), [("input", 0), ("weight", 1)])
 def test_the_reason_names_the_matrix(name, place):
     from fusedops.linear.kernels_persistent import persistent_reason
 
-    matrices = [torch.empty(16, 32), torch.empty(64, 32), torch.empty(16, 64), torch.empty(16, 64)]
-    assert persistent_reason(*matrices) is None
+    matrices = [torch.empty(16, 32), torch.empty(64, 32)]
+    assert persistent_reason(*matrices, torch.float32) is None
     rows, cols = matrices[place].shape
     matrices[place] = torch.empty(rows, cols + 1)[:, :cols]
-    assert persistent_reason(*matrices).startswith(f"{name}: its rows are {4 * cols + 4} bytes apart")
+    reason = persistent_reason(*matrices, torch.float32)
+    assert reason.startswith(f"{name}: its rows are {4 * cols + 4} bytes apart")
 
 
-def test_a_result_is_not_stored_transposed():
+@pytest.mark.parametrize(
+    ("cols", "dtype", "out_dtype", "bytes_apart"),
+    [
+        (62, torch.float32, torch.float32, 248),
+        (4, torch.float32, torch.bfloat16, 8),
+        (4, torch.bfloat16, torch.float32, 8),
+    ],
+    ids=str,
+)
+def test_results_whose_rows_are_no_multiple_of_16_bytes(cols, dtype, out_dtype, bytes_apart):
+    """The output's, and those of what is kept for the backward, in the input's dtype."""
     from fusedops.linear.kernels_persistent import persistent_reason
 
-    reason = persistent_reason(torch.empty(16, 32), torch.empty(64, 32), torch.empty(64, 16).t(), None)
-    assert reason == "output: its rows are not contiguous"
+    x, w = torch.empty(16, 32, dtype=dtype), torch.empty(cols, 32, dtype=dtype)
+    assert persistent_reason(x, w, out_dtype) == f"output: its rows are {bytes_apart} bytes apart, not a multiple of 16"
