@@ -198,8 +198,6 @@ def persistent_forward(
     dropout_p: float,
     precision: str,
     config: LinearConfig,
-    *,
-    specialize: bool = False,
 ) -> None:
     """Write ``dropout(activation(x wᵀ + b)) + r`` to y, and what the backward needs to z.
 
@@ -208,9 +206,8 @@ def persistent_forward(
         b: (N,), contiguous.
         r: (M, N), any strides.
         y, z: (M, N), with contiguous rows, written; None: not wanted.
-        config: a tile and its stages and warps; ``splits`` must be 1.
-        specialize: give warps to the copies and to the product alone. The compiler refuses it for some configurations
-            (with an error) and some devices (in silence).
+        config: a tile and its stages and warps; ``splits`` must be 1. The compiler refuses ``specialize`` for some
+            configurations (with an error) and some devices (in silence).
     """
     (M, K), N = x.shape, w.shape[0]
     facts = device_facts(x.device)
@@ -230,7 +227,7 @@ def persistent_forward(
         X_TRANSPOSED=_stored(x) is not x, W_TRANSPOSED=_stored(w) is not w,
         PRECISION=dot_precision(x, precision),
         BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth, GROUP=config.group, PARTS=parts,
-        SPECIALIZE=specialize, **options(config.num_warps, config.num_stages),
+        SPECIALIZE=config.specialize, **options(config.num_warps, config.num_stages),
     )  # fmt: skip
 
 

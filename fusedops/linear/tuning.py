@@ -94,6 +94,7 @@ class LinearConfig:
     kernel: ``tiled``; of the forward also ``skinny``, for at most 16 rows, and ``persistent``, by tensor descriptors;
         or ``torch``: torch's own product (cuBLAS, hipBLASLt), what comes before and after it in elementwise kernels of
         ours. The other fields mean nothing then.
+    specialize: the persistent kernel gives warps to the copies and to the product alone. Triton 3.6 fails to compile it.
     """
 
     rows: int
@@ -105,6 +106,7 @@ class LinearConfig:
     prologue: bool = True
     splits: int = 1
     kernel: Kernel = "tiled"
+    specialize: bool = False
 
     def shared_memory(self, problem: LinearProblem) -> int:
         """Bytes of shared memory, at most about: the steps in flight, or the result on its way out."""
@@ -139,6 +141,7 @@ def linear_space() -> Iterator[LinearConfig]:
             yield replace(config, kernel="skinny")
         if config.prologue and config.rows >= 64 and config.splits == 1:
             yield replace(config, kernel="persistent")
+            yield replace(config, kernel="persistent", specialize=True)
 
 
 _Tiles = tuple[LinearConfig, ...]
@@ -298,6 +301,8 @@ def prune(config: LinearConfig, problem: LinearProblem, facts: DeviceFacts) -> s
         return f"more than {SKINNY_ROWS} rows"
     if config.kernel == "persistent" and not problem.descriptors:
         return "a matrix that no tensor descriptor can stand for, or a device without them"
+    if config.specialize and not 100 <= facts.capability < 120:
+        return "the compiler specialises no warps for this device"
     if not config.prologue and not problem.derives:
         return "nothing to compute before the product"
     if config.shared_memory(problem) > facts.shared_memory:

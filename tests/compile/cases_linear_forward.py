@@ -46,12 +46,16 @@ def _arguments(
 
 
 def _persistent(
-    tile: tuple[int, int, int, int, int], dtype: torch.dtype, precision: str = "ieee", **options: Any
+    tile: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    precision: str = "ieee",
+    specialize: bool = False,
+    **options: Any,
 ) -> Any:
     from fusedops.linear.kernels_persistent import persistent_forward
 
     arguments = _arguments((1024, 512, 4096), dtype, **options)
-    return lambda: persistent_forward(*arguments, precision, LinearConfig(*tile))
+    return lambda: persistent_forward(*arguments, precision, LinearConfig(*tile, specialize=specialize))
 
 
 def _skinny(
@@ -87,6 +91,7 @@ _TABLE: list[tuple[str, Callable[..., Any], Any, torch.dtype, dict[str, Any], fr
     ("persistent_small_transposed", _persistent, SMALL, _BF16, {"transposed": (True, True)}, _LARGE_TARGETS),
     ("persistent_small_float32_result", _persistent, SMALL, _BF16, {"out_dtype": _FP32}, _LARGE_TARGETS),
     ("persistent_tf32", _persistent, (128, 128, 32, 3, 4), _FP32, {"precision": "tf32"}, _LARGE_TARGETS),
+    ("persistent_specialized", _persistent, LARGE, _BF16, {"specialize": True}, frozenset({"sm_100"})),
     ("persistent_consumer", _persistent, (128, 128, 64, 3, 8), _BF16, {}, _DESCRIPTOR_TARGETS),
     ("persistent_few", _persistent, (64, 64, 64, 4, 4), _BF16, {}, _DESCRIPTOR_TARGETS),
     ("skinny_one_row", _skinny, DECODE, _FP16, {"activation": "gelu"}, None),

@@ -175,6 +175,9 @@ def test_each_kernel_is_a_candidate_only_where_it_can_serve():
     assert "16 rows" in prune(skinny, many, facts)
     assert "descriptor" in prune(persistent, many, facts)
     assert prune(persistent, replace(many, descriptors=True), facts) is None
+    specialized = replace(persistent, specialize=True)
+    assert "specialises" in prune(specialized, replace(many, descriptors=True), facts)
+    assert prune(specialized, replace(many, descriptors=True), TARGETS["sm_100"]) is None
     gradient = LinearProblem.of("grad_input", 8, 4096, 4096, descriptors=True)
     for config in (skinny, persistent):
         assert "forward" in prune(config, gradient, facts)
