@@ -151,7 +151,8 @@ def register_activation(
     """Let :func:`fusedops.linear` take an activation of your own, in this process.
 
     It is computed where fusedops' own are: in the kernel of the product and in that of its gradient. Registering a
-    name again replaces it; fusedops' own names are taken.
+    name again replaces it, also for a backward whose forward ran before: do that between steps. fusedops' own names are
+    taken.
 
     Args:
         name: what ``activation=`` will take.
@@ -203,11 +204,6 @@ def register_activation(
     if cost < 0:
         wrong_value(function, "cost", "0 or more", cost)
     ACTIVATIONS[name] = Activation(name, forward, derivative, derivative_of, cost, device_forward, device_backward)
-
-
-def keeps_preactivation(activation: str | None) -> bool:
-    """Whether the backward needs the pre-activation, so that the forward must keep it."""
-    return activation is not None and ACTIVATIONS[activation].derivative_of == "preactivation"
 
 
 def check_activation(function: str, activation: str | None) -> None:

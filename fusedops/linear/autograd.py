@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from fusedops.linear import reference
 from fusedops.linear.reference import saves
@@ -84,6 +85,7 @@ class Linear(torch.autograd.Function):
             )  # fmt: skip
             if ctx.main_grad is not None and needs[1]:
                 dx, db = linear_backward_accumulate_op(*arguments, ctx.main_grad)
+                increment_version(ctx.main_grad)
             else:
                 dx, dw, db = linear_backward_op(*arguments)
         dr = grad_output.to(ctx.residual_dtype) if ctx.needs_input_grad[3] else None
@@ -99,9 +101,8 @@ class AddToMainGrad(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @first_order_only
     def backward(ctx: Any, grad_weight: torch.Tensor) -> tuple[None, None]:
-        ctx.main_grad.add_(grad_weight)
+        ctx.main_grad.add_(grad_weight.detach())
         return None, None
 
 

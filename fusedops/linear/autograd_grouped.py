@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusedops.linear import reference_grouped as reference
-from fusedops.linear.activations import keeps_preactivation
+from fusedops.linear.reference import keeps_output
 from fusedops.runtime.backend import can_launch
 from fusedops.runtime.library import below_autograd, first_order_only, register
 
@@ -34,7 +34,7 @@ class GroupedLinear(torch.autograd.Function):
         needs_dx, needs_dw, _, needs_db = ctx.needs_input_grad[:4]
         derivative_of = None
         if activation is not None:
-            derivative_of = saved if keeps_preactivation(activation) else output
+            derivative_of = output if keeps_output(activation) else saved
         ctx.save_for_backward(input if needs_dw else None, weights if needs_dx else None, offsets, derivative_of)
         dtypes = weights.dtype, weights.dtype if bias is None else bias.dtype
         transposed = weights.stride(1) == 1 and weights.stride(2) != 1
@@ -79,7 +79,9 @@ def _grouped_linear_fake(
     precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*input.shape[:-1], weights.shape[1])
-    return input.new_empty(shape), input.new_empty(shape if save and keeps_preactivation(activation) else (0,))
+    return input.new_empty(shape), input.new_empty(
+        shape if save and activation is not None and not keeps_output(activation) else (0,)
+    )
 
 
 def _grouped_linear_backward(

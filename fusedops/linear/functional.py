@@ -92,12 +92,6 @@ def _check_options(
     check_flag(function, "recompute", recompute)
     check_precision(function, fp32_precision)
     check_flag(function, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
-    if fuse_wgrad_accumulation:
-        main_grad = getattr(weight, "main_grad", None)
-        argument = "weight.main_grad (fuse_wgrad_accumulation=True)"
-        if main_grad is None:
-            wrong_type(function, argument, "a torch.Tensor", None)
-        check_parameter(function, argument, main_grad, weight.shape, input, "of weight's shape {}")
 
 
 def unsupported(input: torch.Tensor, *others: torch.Tensor | torch.dtype | None) -> list[str]:
@@ -171,10 +165,10 @@ def linear(
             as exact as float32. None: in TF32 only where torch's own setting allows it
             (``torch.backends.cuda.matmul.fp32_precision``), read when the function is called. The torch backend always
             follows torch's setting; so do devices without TF32, which compute in full.
-        fuse_wgrad_accumulation: add the weight's gradient to the tensor ``weight.main_grad`` (weight's shape, any
-            floating dtype, usually float32) in the backward, inside the product, and leave ``weight.grad`` alone, as
-            Megatron-LM and Transformer Engine do; ``weight.grad_added_to_main_grad`` is set to True if there is such an
-            attribute. Eager mode only.
+        fuse_wgrad_accumulation: add the weight's gradient to the tensor that is ``weight.main_grad`` now (weight's
+            shape; float32 or weight's dtype), in every backward through this call and inside the product, and leave
+            ``weight.grad`` alone, as Megatron-LM and Transformer Engine do. The backward sets
+            ``weight.grad_added_to_main_grad`` to True if there is such an attribute. Eager mode only.
 
     Returns:
         (..., out_features), ``out_dtype``.
@@ -190,7 +184,8 @@ def linear(
         tensor([4.5000, 1.0000])
     """
     mixed = check_linear("linear", input, weight, bias, activation)
-    if residual is None and not dropout_p and out_dtype is None and not recompute and not fuse_wgrad_accumulation:
+    usual = residual is None and out_dtype is None and recompute is False and fuse_wgrad_accumulation is False
+    if usual and type(dropout_p) is float and dropout_p == 0.0:
         main_grad = None
         if fp32_precision is not None:
             check_precision("linear", fp32_precision)
@@ -198,37 +193,46 @@ def linear(
         _check_options(
             input, weight, residual, dropout_p, out_dtype, recompute, fp32_precision, fuse_wgrad_accumulation
         )  # fmt: skip
-        main_grad = _main_grad(weight) if fuse_wgrad_accumulation else None
-    kernels = might_use_triton(input.device) and use_triton(
-        "linear", unsupported(input, residual, out_dtype), input.device
-    )
-    if not kernels:
+        main_grad = _main_grad(weight, input) if fuse_wgrad_accumulation else None
+    original = weight
+    if might_use_triton(input.device) and use_triton("linear", unsupported(input, residual, out_dtype), input.device):
+        dtype = autocast_dtype(input)
+        if dtype != input.dtype or mixed:
+            input = input.to(dtype)
+            weight, bias = cast_parameters(weight, bias, dtype)
+        seed = draw_seed(input) if dropout_p else None
+        output = linear_op(
+            input, weight, bias, residual, seed, main_grad, activation, float(dropout_p), out_dtype or dtype, False,
+            recompute, float32_precision(input, fp32_precision),
+        )[0]  # fmt: skip
+    else:
         if main_grad is not None:
             weight = AddToMainGrad.apply(weight, main_grad)
-        return reference.torch_linear(input, weight, bias, activation, mixed, residual, dropout_p, out_dtype)
-    dtype = autocast_dtype(input)
-    if dtype != input.dtype or mixed:
-        input = input.to(dtype)
-        weight, bias = cast_parameters(weight, bias, dtype)
-    seed = draw_seed(input) if dropout_p else None
-    return linear_op(
-        input, weight, bias, residual, seed, main_grad, activation, float(dropout_p), out_dtype or dtype, False,
-        recompute, float32_precision(input, fp32_precision),
-    )[0]  # fmt: skip
+        output = reference.torch_linear(input, weight, bias, activation, mixed, residual, dropout_p, out_dtype)
+    if main_grad is not None and hasattr(original, "grad_added_to_main_grad"):
+        output.register_hook(lambda _: setattr(original, "grad_added_to_main_grad", True))
+    return output
 
 
-def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Where the weight's gradient is added; None where none is wanted."""
+def _main_grad(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
+    """Where the weight's gradient is added; None where none is wanted. Errors as of :func:`linear`."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "linear: fuse_wgrad_accumulation=True writes to weight.main_grad in the backward, which torch.compile"
             " cannot trace; leave this call out of the compiled region (torch.compiler.disable)"
         )
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        return None
-    if getattr(weight, "grad_added_to_main_grad", None) is not None:
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return weight.main_grad  # type: ignore[attr-defined]
+    argument = "weight.main_grad (fuse_wgrad_accumulation=True)"
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        wrong_type("linear", argument, "a torch.Tensor", None)
+    check_parameter("linear", argument, main_grad, weight.shape, input, "of weight's shape {}")
+    if main_grad.dtype not in (torch.float32, weight.dtype):
+        wrong_type("linear", argument, f"of float32 or weight's dtype ({weight.dtype})", main_grad)
+    if any(stride == 0 and size > 1 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
+        wrong_value("linear", argument, "a tensor whose elements do not share memory (it is expanded)", main_grad)
+    return main_grad
 
 
 # In `fusedops.linear.register_activation` the function stands where one expects the package of its name.

@@ -145,7 +145,7 @@ def gated_linear(
 
     Example:
         >>> import torch
-        >>> from fusedops.linear.functional_gated import gated_linear
+        >>> from fusedops import gated_linear
         >>> gate, up = torch.tensor([[1.0, 2.0], [-3.0, 1.0]]), torch.tensor([[2.0, 1.0], [1.0, 1.0]])
         >>> gated_linear(torch.tensor([1.0, 1.0]), gate, up, activation="relu")
         tensor([9., 0.])

@@ -141,7 +141,7 @@ def fp8_linear(
 
     Example:
         >>> import torch
-        >>> from fusedops.linear.functional_quantized import fp8_linear, quantize_fp8
+        >>> from fusedops import fp8_linear, quantize_fp8
         >>> x, scale_x = quantize_fp8(torch.tensor([[1.0, 2.0]]))
         >>> w, scale_w = quantize_fp8(torch.tensor([[3.0, 0.0], [0.0, -4.0]]), per_row=True)
         >>> fp8_linear(x, w, scale_x, scale_w, out_dtype=torch.float32).round(decimals=3)
@@ -178,7 +178,7 @@ def quantize_fp8(
 
     Example:
         >>> import torch
-        >>> from fusedops.linear.functional_quantized import quantize_fp8
+        >>> from fusedops import quantize_fp8
         >>> quantized, scale = quantize_fp8(torch.tensor([1.0, -448.0]))
         >>> quantized.float(), scale
         (tensor([   1., -448.]), tensor(1.))
@@ -304,7 +304,7 @@ def quantized_linear(
 
     Example:
         >>> import torch
-        >>> from fusedops.linear.functional_quantized import quantize_weight, quantized_linear
+        >>> from fusedops import quantize_weight, quantized_linear
         >>> weight, scales = quantize_weight(torch.tensor([[7.0, -3.0], [0.5, 3.5]]), bits=4)
         >>> quantized_linear(torch.tensor([1.0, 2.0]), weight, scales)
         tensor([1.0000, 7.5000])
@@ -343,7 +343,7 @@ def quantize_weight(
 
     Example:
         >>> import torch
-        >>> from fusedops.linear.functional_quantized import dequantize_weight, quantize_weight
+        >>> from fusedops import dequantize_weight, quantize_weight
         >>> quantized, scales = quantize_weight(torch.tensor([[1.0, -127.0]]))
         >>> quantized, dequantize_weight(quantized, scales)
         (tensor([[   1, -127]], dtype=torch.int8), tensor([[   1., -127.]]))
@@ -383,7 +383,7 @@ def dequantize_weight(
 
     Example:
         >>> import torch
-        >>> from fusedops.linear.functional_quantized import dequantize_weight
+        >>> from fusedops import dequantize_weight
         >>> dequantize_weight(torch.tensor([[0x1F]], dtype=torch.uint8), torch.tensor([0.5]))
         tensor([[ 3.5000, -3.5000]])
     """

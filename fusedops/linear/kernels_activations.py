@@ -17,9 +17,9 @@ from fusedops.linear.activations import ACTIVATIONS
 @triton.jit
 def logistic(x):
     """σ(x) = 1 / (1 + e^(-x)), and 1 - σ(x) as a product: near one the difference would cancel."""
-    e = tl.exp(tl.where(x < -80.0, 80.0, -x))  # not tl.minimum: NaN must pass
+    e = tl.exp(-x)
     g = 1.0 / (1.0 + e)
-    return g, g * e
+    return g, tl.where(x < -80.0, 1.0, g * e)  # where e is infinite, g is 0
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def gelu_tanh(z):
 def gelu_tanh_backward(dy, z):
     # σ + z σ (1 - σ) 2u′
     g, rest = logistic(1.5957691216057308 * (z + 0.044715 * z * z * z))
-    return dy * (g + z * g * rest * (1.5957691216057308 * (1.0 + 0.134145 * z * z)))
+    return dy * (g + z * (g * rest) * (1.5957691216057308 * (1.0 + 0.134145 * z * z)))
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def quick_gelu(z):
 @triton.jit
 def quick_gelu_backward(dy, z):
     g, rest = logistic(1.702 * z)
-    return dy * (g + 1.702 * z * g * rest)
+    return dy * (g + 1.702 * (z * (g * rest)))
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def silu(z):
 @triton.jit
 def silu_backward(dy, z):
     g, rest = logistic(z)
-    return dy * (g + z * g * rest)
+    return dy * (g + z * (g * rest))
 
 
 @triton.jit

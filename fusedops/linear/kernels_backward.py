@@ -92,7 +92,10 @@ def grad_input_kernel(
             dy = tl.load(dy_at, mask=in_mn, other=0.0).to(tl.float32)
             w = tl.load(w_at, mask=in_nk, other=0.0)
             s = tl.load(s_at, mask=in_mn, other=0.0).to(tl.float32)
-            dx = tl.dot(TIMES_DERIVATIVE(dy, s).to(w.dtype), w, dx, input_precision=PRECISION)
+            dz = TIMES_DERIVATIVE(dy, s)
+            if not EVEN_N:
+                dz = tl.where(in_n[None, :], dz, 0.0)  # a derivative may be infinite where nothing was loaded
+            dx = tl.dot(dz.to(w.dtype), w, dx, input_precision=PRECISION)
             dy_at += dy_step
             s_at += BLOCK_N
             w_at += w_step
@@ -152,6 +155,8 @@ def weight_product(
         if TIMES_DERIVATIVE is not None:
             s = tl.load(s_at, mask=in_nm, other=0.0).to(tl.float32)
             dzt = TIMES_DERIVATIVE(dzt.to(tl.float32), s)
+            if not EVEN_M:
+                dzt = tl.where(in_m[None, :], dzt, 0.0)
             s_at += s_step
         if SUM:
             db += tl.sum(dzt.to(tl.float32), axis=1)
@@ -253,7 +258,7 @@ def grad_input_product(
     (M, N), K = dy.shape, w.shape[1]
     config = config or _input_config(pairs, dx, activation, precision)
     if config.kernel == "torch":
-        with no_autocast(dy):
+        with torch.no_grad(), no_autocast(dy):  # autograd refuses ``out``
             torch.mm(dy, w, out=dx)
             for pair in pairs[1:]:
                 torch.addmm(dx, *pair, out=dx)
@@ -298,7 +303,7 @@ def grad_weight_product(
     (M, N), K = dy.shape, x.shape[1]
     config = config or _weight_config(dy, s, x, dw, activation, precision)
     if config.kernel == "torch":
-        with no_autocast(dy):
+        with torch.no_grad(), no_autocast(dy):  # autograd refuses ``out``
             if accumulate:
                 torch.addmm(dw, dy.t(), x, out=dw)
             elif dw.stride(1) == 1:

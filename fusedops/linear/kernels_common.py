@@ -129,9 +129,7 @@ def aligned(matrix: torch.Tensor) -> bool:
 
 def torch_multiplies(operand: torch.Tensor, result_dtype: torch.dtype, precision: str) -> bool:
     """Whether torch's own product gives the result that was asked for: its dtype, and float32 as precise as asked."""
-    if operand.dtype != torch.float32:
-        return result_dtype == operand.dtype
-    return precision == float32_precision(operand)
+    return result_dtype == operand.dtype and precision == float32_precision(operand)
 
 
 def config_for(

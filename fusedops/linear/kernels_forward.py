@@ -172,8 +172,8 @@ def _torch_product(
     """torch's product, with the bias, and the activation where torch's has it; the rest in a pass over the result."""
     if b is not None:
         b = b.to(x.dtype)
-    with no_autocast(x):
-        plain = y is not None and seed is None and r is None and z is None and y.dtype == x.dtype
+    with torch.no_grad(), no_autocast(x):  # autograd refuses ``out``
+        plain = y is not None and x.shape[1] > 0 and seed is None and r is None and z is None and y.dtype == x.dtype
         if plain and b is not None and activation in _torch_activations(x):
             torch._addmm_activation(b, x, w.t(), use_gelu=activation == "gelu_tanh", out=y)
             return

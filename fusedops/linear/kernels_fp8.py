@@ -121,7 +121,8 @@ def fp8_linear(
     grid = (ceil_div(M, config.rows) * ceil_div(N, config.cols),)
     with device_guard(x):
         fp8_linear_kernel[grid](
-            x, w, scale_input.reshape(-1), scale_weight.reshape(-1), b, output, M, N, K, x.stride(0), w.stride(0),
+            x, w, *(scale.reshape(-1).contiguous() for scale in (scale_input, scale_weight)), b, output,
+            M, N, K, x.stride(0), w.stride(0),
             ROW_SX=scale_input.numel() > 1, ROW_SW=scale_weight.numel() > 1, ACTIVATION=device_functions(activation)[0],
             EVEN_K=K % config.depth == 0, IN_FLOAT16=problem.exact, PROMOTE=not sums_in_float32(facts),
             BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth, GROUP=config.group,

@@ -66,13 +66,14 @@ def grad_gate_kernel(
         if GATE:
             dz = dy * tl.load(z_at + N, mask=mask, other=0.0).to(tl.float32)
             if TIMES_DERIVATIVE is not None:
-                dz = TIMES_DERIVATIVE(dz, a if OF_OUTPUT else g)
+                # A derivative may be infinite where nothing was loaded, as may a(0) below.
+                dz = tl.where(mask, TIMES_DERIVATIVE(dz, a if OF_OUTPUT else g), 0.0)
             if DZ is not None:
                 tl.store(DZ + dz_at, dz.to(DZ.dtype.element_ty), mask=mask)
             if DB is not None:
                 db_gate += tl.sum(dz, axis=0)
         if UP:
-            dz = dy * a
+            dz = tl.where(mask, dy * a, 0.0)
             if DZ is not None:
                 tl.store(DZ + dz_at + second, dz.to(DZ.dtype.element_ty), mask=mask)
             if DB is not None:

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
-from fusedops.linear.activations import keeps_preactivation
 from fusedops.linear.kernels_activations import device_functions
 from fusedops.linear.kernels_common import tile_of
+from fusedops.linear.kernels_epilogue import halves
 from fusedops.linear.kernels_preactivation import grad_preactivation
+from fusedops.linear.reference import keeps_output
 from fusedops.linear.reference_grouped import empty_weights_gradient
 from fusedops.linear.tuning_grouped import GroupedConfig, GroupedProblem, Product, default_config
 from fusedops.runtime.device import device_facts, device_guard
@@ -52,12 +53,6 @@ def group_of(slot, OFFSETS, rows, G, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexp
         first = tl.maximum(first, tl.max(tl.where(passed, ends, 0), axis=0))
         end = tl.minimum(end, tl.min(tl.where(passed | (g >= G), rows, ends), axis=0))
     return group, first, end
-
-
-@triton.jit
-def halves(tile):
-    """The left and the right half of a tile's columns."""
-    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
@@ -258,7 +253,7 @@ def grouped_linear(
     """Allocate and launch; arguments and results as :func:`fusedops.linear.reference_grouped.grouped_linear`."""
     shape = (*input.shape[:-1], weights.shape[1])
     output = input.new_empty(shape)
-    save = save and keeps_preactivation(activation)
+    save = save and activation is not None and not keeps_output(activation)
     saved = input.new_empty(shape if save else (0,))
     if output.numel() == 0:
         return output, saved

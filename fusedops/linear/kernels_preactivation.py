@@ -51,7 +51,8 @@ def grad_preactivation_kernel(
             dz *= keep_scale(SEED, m, first_n, threshold, scale, BLOCK_N)
         if TIMES_DERIVATIVE is not None:
             s = tl.load(S + at, mask=mask, other=0.0).to(tl.float32)
-            dz = TIMES_DERIVATIVE(dz, s)
+            # A derivative may be infinite where nothing was loaded.
+            dz = tl.where(mask, TIMES_DERIVATIVE(dz, s), 0.0)
         if DZ is not None:
             tl.store(DZ + at, dz.to(DZ.dtype.element_ty), mask=mask)
         if DB is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -182,6 +183,7 @@ def torch_linear(
     return (y if residual is None else y + residual).to(out_dtype)
 
 
-def no_autocast(tensor: torch.Tensor) -> torch.autocast:
+def no_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """The dtypes are chosen here; autocast, which may be on around the op, must not choose others."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -154,7 +154,7 @@ def torch_gated_linear(
     else:
         g, u = F.linear(input, weight_gate, bias_gate), F.linear(input, weight_up, bias_up)
     output = _forward(activation, g) * u
-    return output if out_dtype is None else output.to(out_dtype)
+    return output.to(g.dtype if out_dtype is None else out_dtype)  # autocast may have widened the activation
 
 
 def _preactivations(

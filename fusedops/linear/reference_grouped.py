@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusedops.linear.activations import ACTIVATIONS, Elementwise, keeps_preactivation
+from fusedops.linear.activations import ACTIVATIONS, Elementwise
+from fusedops.linear.reference import keeps_output, no_autocast
 from fusedops.runtime.precision import autocast_dtype
 
 
@@ -52,10 +53,10 @@ def grouped_linear(
     dtype = input.dtype
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     a = ACTIVATIONS[activation].forward if activation is not None else None
-    save = save and keeps_preactivation(activation)
+    save = save and activation is not None and not keeps_output(activation)
     output = input.new_zeros((*input.shape[:-1], weights.shape[1]))
     saved = torch.zeros_like(output) if save else input.new_empty(0)
-    with _no_autocast(input):
+    with no_autocast(input):
         for group, rows in enumerate(_blocks(input, offsets)):
             x = input[rows].to(compute)
             b = None if bias is None else bias[group].to(compute)
@@ -108,7 +109,7 @@ def grouped_linear_backward(
         dw = empty_weights_gradient(grad_output, *shape, weight_dtype, transposed)
     if needs[2]:
         db = grad_output.new_empty((groups, out_features), dtype=bias_dtype)
-    with _no_autocast(grad_output):
+    with no_autocast(grad_output):
         for group, rows in enumerate(_blocks(grad_output, offsets)):
             dz = grad_output[rows].to(compute)
             if activation is not None:
@@ -145,7 +146,7 @@ def torch_grouped_linear(
     """The torch backend: torch's own product of each group, and the activation. ``mixed``: dtypes differ."""
     weights, bias = _same_dtype(input, weights, bias, mixed)
     rows, groups = input.shape[0], weights.shape[0]
-    a = ACTIVATIONS[activation].forward if activation is not None else lambda z: z
+    a = _activation(activation)
     if groups == 0:
         # No rows of no matrix: a result that autograd connects with every argument.
         parts = [F.linear(input[:0], weights.sum(0), None if bias is None else bias.sum(0))]
@@ -194,7 +195,15 @@ def torch_batched_linear(
     weight, bias = _same_dtype(input, weight, bias, mixed)
     turned = weight.transpose(1, 2)
     z = torch.bmm(input, turned) if bias is None else torch.baddbmm(bias[:, None], input, turned)
-    return z if activation is None else ACTIVATIONS[activation].forward(z)
+    return _activation(activation)(z)
+
+
+def _activation(name: str | None) -> Elementwise:
+    """The activation, its result of the dtype of its argument: autocast may widen it."""
+    if name is None:
+        return lambda z: z
+    forward = ACTIVATIONS[name].forward
+    return lambda z: forward(z).to(z.dtype)
 
 
 def _same_dtype(
@@ -210,8 +219,3 @@ def _blocks(tensor: torch.Tensor, offsets: torch.Tensor | None) -> list[Any]:
     if offsets is None:
         return list(range(tensor.shape[0]))
     return [slice(*bounds) for bounds in group_rows(offsets, tensor.shape[0])]
-
-
-def _no_autocast(tensor: torch.Tensor) -> torch.autocast:
-    """The dtypes are chosen here; autocast, which may be on around the op, must not choose others."""
-    return torch.autocast(tensor.device.type, enabled=False)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.linear.activations import ACTIVATIONS
+from fusedops.linear.reference import no_autocast
 
 
 def fp8_linear(
@@ -28,7 +29,7 @@ def fp8_linear(
         activation: a key of :data:`fusedops.linear.activations.ACTIVATIONS`, or None.
         out_dtype: of the result.
     """
-    with torch.autocast(input.device.type, enabled=False):
+    with no_autocast(input):
         z = F.linear(input.float(), weight.float())
         rows = scale_input.reshape(() if scale_input.numel() == 1 else (*input.shape[:-1], 1))
         return _finished(z * rows * scale_weight.flatten(), bias, activation, out_dtype)
@@ -54,7 +55,7 @@ def quantized_linear(
         precision: of float32 products. Here torch's own setting decides.
     """
     compute = torch.float64 if input.dtype == torch.float64 else torch.float32
-    with torch.autocast(input.device.type, enabled=False):
+    with no_autocast(input):
         z = F.linear(input.to(compute), dequantize_weight(weight, scales, group_size, compute))
         return _finished(z, bias, activation, out_dtype)
 

@@ -94,7 +94,7 @@ class LinearConfig:
     kernel: ``tiled``; of the forward also ``skinny``, for at most 16 rows, and ``persistent``, by tensor descriptors;
         or ``torch``: torch's own product (cuBLAS, hipBLASLt), what comes before and after it in elementwise kernels of
         ours. The other fields mean nothing then.
-    specialize: the persistent kernel gives warps to the copies and to the product alone. Triton 3.6 fails to compile it.
+    specialize: the persistent kernel gives warps to the copies and to the product alone; Triton 3.6 cannot compile it.
     """
 
     rows: int

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 
 from fusedops.linear.activations import ACTIVATIONS, check_activation
-from fusedops.linear.functional import linear
+from fusedops.linear.functional import check_flag, linear
 from fusedops.linear.functional_gated import gated_linear
 from fusedops.runtime.checks import check_probability
 
-_PLAIN = (torch.nn.Parameter, torch.Tensor)
+# A parameter is a fake tensor while a graph is traced from the module.
+_PLAIN = (torch.nn.Parameter, torch.Tensor, FakeTensor)
 
 
 def _reads(layer: torch.nn.Module) -> bool:
@@ -61,6 +63,7 @@ class _Gated(torch.nn.Module):
         options: dict[str, Any],
     ) -> None:
         check_activation(type(self).__name__, activation)
+        check_flag(type(self).__name__, "packed", packed)
         super().__init__()
         self.in_features = in_features
         self.activation = activation

@@ -21,7 +21,7 @@ def draw_seed(like: torch.Tensor) -> torch.Tensor:
 def threshold_and_scale(p: float) -> tuple[int, float]:
     """What a kernel compares 31 random bits with, and what it multiplies by where it keeps an element.
 
-    For p = 1 the scale is 0: everything is dropped, exactly.
+    For p = 1 the scale is 0: all that is finite is dropped, exactly.
     """
     return min(int(p * 2**31), 2**31 - 1), 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 

@@ -7,13 +7,10 @@ from collections.abc import Callable
 import torch
 
 from fusedops.runtime.device import TARGETS
-from tests.harness.compile import Case
+from tests.harness.compile import KINDS, TABLES, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _TF32_TARGETS = frozenset(name for name, facts in TARGETS.items() if facts.capability >= 80)
-# One target of each table of defaults, and one of each kind of matrix instruction.
-_TABLES = frozenset({"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx1100"})
-_KINDS = frozenset({"sm_80", "sm_90", "gfx942"})
 _ONE = frozenset({"sm_80"})
 
 Sizes = tuple[int, int, int]
@@ -80,26 +77,26 @@ THIN, THIN32, ODD, ONES = (1, 4096, 4096), (32, 4096, 256), (1001, 1003, 1005), 
 _TABLE = [
     ("large", _forward, LARGE, _FP16, "gelu", {}, None),
     ("large_packed", _forward, LARGE, _FP16, None, {"packed": True}, _ONE),
-    ("wide", _forward, WIDE, _BF16, "silu", {}, _TABLES - {"sm_75"}),
-    ("middle", _forward, MIDDLE, _FP16, "gelu", {}, _TABLES),
-    ("small_transposed", _forward, SMALL, _FP16, "gelu_tanh", {"transposed": True}, _KINDS),
-    ("thin", _forward, THIN, _BF16, "silu", {}, _TABLES - {"sm_75"}),
-    ("thin_of_32_rows", _forward, THIN32, _FP16, "silu", {}, _TABLES),
-    ("unaligned", _forward, ODD, _FP16, "gelu", {}, _TABLES),
+    ("wide", _forward, WIDE, _BF16, "silu", {}, TABLES - {"sm_75"}),
+    ("middle", _forward, MIDDLE, _FP16, "gelu", {}, TABLES),
+    ("small_transposed", _forward, SMALL, _FP16, "gelu_tanh", {"transposed": True}, KINDS),
+    ("thin", _forward, THIN, _BF16, "silu", {}, TABLES - {"sm_75"}),
+    ("thin_of_32_rows", _forward, THIN32, _FP16, "silu", {}, TABLES),
+    ("unaligned", _forward, ODD, _FP16, "gelu", {}, TABLES),
     ("ones", _forward, ONES, _FP16, "gelu", {}, _ONE),
-    ("float32", _forward, LARGE, _FP32, "gelu", {}, _TABLES),
-    ("tf32", _forward, LARGE, _FP32, "gelu", {"precision": "tf32"}, _TF32_TARGETS),
-    ("tf32_thin", _forward, THIN, _FP32, "gelu", {"precision": "tf32"}, _TF32_TARGETS & _TABLES),
-    ("tf32x3", _forward, LARGE, _FP32, "gelu", {"precision": "tf32x3"}, _TF32_TARGETS),
-    ("tf32x3_thin", _forward, THIN32, _FP32, "gelu", {"precision": "tf32x3"}, _TF32_TARGETS & _TABLES),
-    ("tf32_unaligned", _forward, ODD, _FP32, "gelu", {"precision": "tf32x3"}, _TF32_TARGETS & _TABLES),
-    ("mish", _forward, LARGE, _FP16, "mish", {}, _KINDS),  # wants the most registers of all activations
-    ("gate", _torch, LARGE, _FP16, "gelu", {}, _TABLES),
+    ("float32", _forward, LARGE, _FP32, "gelu", {}, TABLES),
+    ("tf32", _forward, LARGE, _FP32, "gelu", {"precision": "tf32"}, _TF32_TARGETS & TABLES),
+    ("tf32_thin", _forward, THIN, _FP32, "gelu", {"precision": "tf32"}, _TF32_TARGETS & TABLES),
+    ("tf32x3", _forward, LARGE, _FP32, "gelu", {"precision": "tf32x3"}, _TF32_TARGETS & TABLES),
+    ("tf32x3_thin", _forward, THIN32, _FP32, "gelu", {"precision": "tf32x3"}, _TF32_TARGETS & TABLES),
+    ("tf32_unaligned", _forward, ODD, _FP32, "gelu", {"precision": "tf32x3"}, _TF32_TARGETS & TABLES),
+    ("mish", _forward, LARGE, _FP16, "mish", {}, KINDS),  # wants the most registers of all activations
+    ("gate", _torch, LARGE, _FP16, "gelu", {}, TABLES),
     ("backward", _backward, LARGE, _FP16, "gelu", {}, None),
-    ("backward_of_the_gate", _backward, LARGE, _BF16, "silu", {"halves": (True, False)}, _KINDS),
-    ("backward_mish", _backward, LARGE, _FP16, "mish", {}, _KINDS),
-    ("backward_tanh", _backward, LARGE, _FP16, "tanh", {}, _KINDS),  # its derivative is a function of the output
-    ("backward_of_the_other", _backward, ONES, _FP32, None, {"halves": (False, True)}, _KINDS),
+    ("backward_of_the_gate", _backward, LARGE, _BF16, "silu", {"halves": (True, False)}, KINDS),
+    ("backward_mish", _backward, LARGE, _FP16, "mish", {}, KINDS),
+    ("backward_tanh", _backward, LARGE, _FP16, "tanh", {}, KINDS),  # its derivative is a function of the output
+    ("backward_of_the_other", _backward, ONES, _FP32, None, {"halves": (False, True)}, KINDS),
 ]
 CASES = [
     Case(

@@ -7,13 +7,10 @@ from collections.abc import Callable
 import torch
 
 from fusedops.runtime.device import TARGETS
-from tests.harness.compile import BFLOAT16_TARGETS, Case
+from tests.harness.compile import KINDS, TABLES, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _TF32_TARGETS = frozenset(name for name, facts in TARGETS.items() if facts.capability >= 80)
-# One target of each table of defaults, and one of each kind of matrix instruction.
-_TABLES = frozenset({"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx1100"})
-_KINDS = frozenset({"sm_80", "sm_90", "gfx942"})
 _ONE = frozenset({"sm_80"})
 
 Sizes = tuple[int, int, int, int]
@@ -73,29 +70,29 @@ THIN, THIN_FEW, ODD, ONES = (64, 64, 4096, 2048), (2, 8, 1024, 1024), (8, 8001, 
 _TABLE = [
     ("forward_large", _forward, LARGE, _FP16, "gelu", {}, None),
     ("forward_large_mish", _forward, LARGE, _FP16, "mish", {}, frozenset({"sm_90", "gfx942"})),
-    ("forward_medium", _forward, MEDIUM, _BF16, "relu", {}, _KINDS),
-    ("forward_small", _forward, SMALL, _BF16, "relu", {}, _KINDS),
-    ("forward_thin", _forward, THIN, _BF16, "relu", {}, _KINDS),
-    ("forward_thin_few", _forward, THIN_FEW, _BF16, "relu", {"transposed": True}, _KINDS),
-    ("forward_unaligned", _forward, ODD, _FP16, "gelu", {}, None),
-    ("forward_float32", _forward, LARGE, _FP32, "relu", {}, _TABLES),
-    ("forward_float32_small", _forward, SMALL, _FP32, "relu", {}, None),
-    ("forward_tf32", _forward, LARGE, _FP32, "relu", {"precision": "tf32"}, _TF32_TARGETS & _KINDS),
-    ("forward_tf32x3", _forward, LARGE, _FP32, "gelu", {"precision": "tf32x3"}, _TF32_TARGETS),
+    ("forward_medium", _forward, MEDIUM, _BF16, "relu", {}, KINDS),
+    ("forward_small", _forward, SMALL, _BF16, "relu", {}, KINDS),
+    ("forward_thin", _forward, THIN, _BF16, "relu", {}, KINDS),
+    ("forward_thin_few", _forward, THIN_FEW, _BF16, "relu", {"transposed": True}, KINDS),
+    ("forward_unaligned", _forward, ODD, _FP16, "gelu", {}, TABLES),
+    ("forward_float32", _forward, LARGE, _FP32, "relu", {}, TABLES),
+    ("forward_float32_small", _forward, SMALL, _FP32, "relu", {}, TABLES),
+    ("forward_tf32", _forward, LARGE, _FP32, "relu", {"precision": "tf32"}, _TF32_TARGETS & KINDS),
+    ("forward_tf32x3", _forward, LARGE, _FP32, "gelu", {"precision": "tf32x3"}, _TF32_TARGETS & TABLES),
     ("forward_ones", _forward, ONES, _FP16, "gelu", {}, _ONE),
-    ("forward_batched", _forward, LARGE, _FP16, "relu", {"batched": True}, _TABLES),
-    ("forward_batched_transposed", _forward, LARGE, _BF16, "relu", {"batched": True, "transposed": True}, _KINDS),
+    ("forward_batched", _forward, LARGE, _FP16, "relu", {"batched": True}, TABLES),
+    ("forward_batched_transposed", _forward, LARGE, _BF16, "relu", {"batched": True, "transposed": True}, KINDS),
     ("forward_batched_ones", _forward, ONES, _FP16, "gelu", {"batched": True}, _ONE),
     ("backward_large", _backward, LARGE, _FP16, "gelu", {}, None),
-    ("backward_transposed", _backward, LARGE, _BF16, None, {"transposed": True}, BFLOAT16_TARGETS & _TABLES),
-    ("backward_thin", _backward, THIN, _BF16, None, {}, _KINDS),
-    ("backward_unaligned", _backward, ODD, _FP16, None, {}, None),
-    ("backward_float32", _backward, LARGE, _FP32, "gelu", {}, None),
-    ("backward_tf32", _backward, LARGE, _FP32, None, {"precision": "tf32"}, _TF32_TARGETS & _KINDS),
-    ("backward_tf32x3", _backward, LARGE, _FP32, None, {"precision": "tf32x3"}, _TF32_TARGETS),
+    ("backward_transposed", _backward, LARGE, _BF16, None, {"transposed": True}, KINDS),
+    ("backward_thin", _backward, THIN, _BF16, None, {}, KINDS),
+    ("backward_unaligned", _backward, ODD, _FP16, None, {}, TABLES),
+    ("backward_float32", _backward, LARGE, _FP32, "gelu", {}, TABLES),
+    ("backward_tf32", _backward, LARGE, _FP32, None, {"precision": "tf32"}, _TF32_TARGETS & KINDS),
+    ("backward_tf32x3", _backward, LARGE, _FP32, None, {"precision": "tf32x3"}, _TF32_TARGETS & TABLES),
     ("backward_ones", _backward, ONES, _FP16, "gelu", {}, _ONE),
-    ("backward_bias_alone", _backward, LARGE, _FP16, None, {"needs": (False, False, True)}, _KINDS),
-    ("backward_batched", _backward, LARGE, _FP16, None, {"batched": True}, _KINDS),
+    ("backward_bias_alone", _backward, LARGE, _FP16, None, {"needs": (False, False, True)}, KINDS),
+    ("backward_batched", _backward, LARGE, _FP16, None, {"batched": True}, KINDS),
 ]
 
 CASES = [

@@ -10,13 +10,10 @@ import torch
 
 from fusedops.linear.activations import ACTIVATIONS
 from fusedops.runtime.device import TARGETS, device_facts
-from tests.harness.compile import BFLOAT16_TARGETS, Case
+from tests.harness.compile import BFLOAT16_TARGETS, KINDS, TABLES, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _TF32_TARGETS = frozenset(name for name, facts in TARGETS.items() if facts.capability >= 80)
-# One target of each table of defaults, and one of each kind of matrix instruction.
-_TABLES = frozenset({"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx1100"})
-_KINDS = frozenset({"sm_80", "sm_90", "gfx942"})
 _ONE = frozenset({"sm_80"})
 _PAIR = frozenset({"sm_90", "gfx942"})
 
@@ -98,29 +95,29 @@ FEW_COLUMNS, FEW_COLUMNS_MANY_ROWS = (1024, 1024, 64), (32768, 512, 128)
 
 _TABLE = [
     ("forward_large", _forward, LARGE, _FP16, "gelu", {}, None),
-    ("forward_thin", _forward, THIN, _BF16, "silu", {}, _KINDS),
-    ("forward_middle_transposed", _forward, MIDDLE, _BF16, "gelu_tanh", {"transposed": True}, _KINDS),
-    ("forward_unaligned", _forward, ODD, _FP16, "gelu", {}, _TABLES),
-    ("forward_float32", _forward, LARGE, _FP32, "gelu", {}, _TABLES),
-    ("forward_tf32", _forward, LARGE, _FP32, "gelu", {"precision": "tf32"}, _TF32_TARGETS & _KINDS),
+    ("forward_thin", _forward, THIN, _BF16, "silu", {}, KINDS),
+    ("forward_middle_transposed", _forward, MIDDLE, _BF16, "gelu_tanh", {"transposed": True}, KINDS),
+    ("forward_unaligned", _forward, ODD, _FP16, "gelu", {}, TABLES),
+    ("forward_float32", _forward, LARGE, _FP32, "gelu", {}, TABLES),
+    ("forward_tf32", _forward, LARGE, _FP32, "gelu", {"precision": "tf32"}, _TF32_TARGETS & KINDS),
     ("backward_pass", _backward, LARGE, _FP16, "gelu", {}, None),
     ("backward_prologue", _backward, FEW_COLUMNS, _BF16, "gelu", {}, BFLOAT16_TARGETS),
-    ("backward_prologue_many_rows", _backward, FEW_COLUMNS_MANY_ROWS, _BF16, "gelu", {}, _KINDS),
-    ("backward_prologue_unaligned", _backward, (65, 67, 69), _BF16, "gelu", {}, _KINDS),
-    ("backward_prologue_float32", _backward, FEW_COLUMNS, _FP32, "gelu", {}, _KINDS),
-    ("backward_bias_large", _backward, LARGE, _BF16, None, {}, _KINDS),
+    ("backward_prologue_many_rows", _backward, FEW_COLUMNS_MANY_ROWS, _BF16, "gelu", {}, KINDS),
+    ("backward_prologue_unaligned", _backward, (65, 67, 69), _BF16, "gelu", {}, KINDS),
+    ("backward_prologue_float32", _backward, FEW_COLUMNS, _FP32, "gelu", {}, KINDS),
+    ("backward_bias_large", _backward, LARGE, _BF16, None, {}, KINDS),
     ("backward_bias_alone", _backward, ONES, _FP16, "relu", {"needs": (False, False, True)}, _ONE),
     ("backward_ones", _backward, ONES, _FP16, "gelu", {}, _ONE),
     ("forward_ones", _forward, ONES, _FP16, "gelu", {}, _ONE),
-    ("forward_everything", _forward, LARGE, _BF16, "gelu", {"residual": True, "dropout_p": 0.1}, _KINDS | {"sm_100"}),
+    ("forward_everything", _forward, LARGE, _BF16, "gelu", {"residual": True, "dropout_p": 0.1}, KINDS | {"sm_100"}),
     ("forward_keeps_its_output", _forward, MIDDLE, _BF16, "sigmoid", {"residual": True, "out_dtype": _FP32}, _ONE),
     ("forward_again", _forward, MIDDLE, _BF16, "sigmoid", {"residual": True, "recompute": True}, _ONE),
-    ("forward_tf32x3", _forward, LARGE, _FP32, None, {"precision": "tf32x3"}, _TF32_TARGETS & _KINDS),
-    ("forward_split", _forward, DEEP, _BF16, "gelu", {}, _KINDS),
-    ("backward_split", _backward, TALL, _BF16, None, {}, _KINDS),
-    ("backward_dropout", _backward, MIDDLE, _BF16, "gelu", {"dropout_p": 0.1}, _KINDS),
-    ("backward_accumulates", _backward, LARGE, _BF16, None, {"main_grad": True}, _KINDS),
-    ("backward_tf32", _backward, LARGE, _FP32, None, {"precision": "tf32"}, _TF32_TARGETS & _KINDS),
+    ("forward_tf32x3", _forward, LARGE, _FP32, None, {"precision": "tf32x3"}, _TF32_TARGETS & KINDS),
+    ("forward_split", _forward, DEEP, _BF16, "gelu", {}, KINDS),
+    ("backward_split", _backward, TALL, _BF16, None, {}, KINDS),
+    ("backward_dropout", _backward, MIDDLE, _BF16, "gelu", {"dropout_p": 0.1}, KINDS),
+    ("backward_accumulates", _backward, LARGE, _BF16, None, {"main_grad": True}, KINDS),
+    ("backward_tf32", _backward, LARGE, _FP32, None, {"precision": "tf32"}, _TF32_TARGETS & KINDS),
 ]
 
 # Every other activation, where an NVIDIA and an AMD compiler may differ; mish wants the most registers of all.
@@ -128,7 +125,7 @@ _TABLE += [
     row
     for name in ACTIVATIONS
     for row in (
-        (f"forward_{name}", _forward, LARGE, _FP16, name, {}, _TABLES if name == "mish" else _PAIR),
+        (f"forward_{name}", _forward, LARGE, _FP16, name, {}, TABLES if name == "mish" else _PAIR),
         (f"backward_{name}", _backward, ONES if name != "mish" else FEW_COLUMNS, _FP16, name, {}, _PAIR),
     )
     if name not in ("relu", "gelu")

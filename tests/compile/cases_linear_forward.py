@@ -10,14 +10,13 @@ import torch
 from fusedops.linear.tuning import LinearConfig, LinearProblem
 from fusedops.linear.tuning_skinny import skinny_config
 from fusedops.runtime.device import TARGETS, device_facts
-from tests.harness.compile import Case
+from tests.harness.compile import KINDS, TABLES, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _TF32_TARGETS = frozenset(name for name, facts in TARGETS.items() if facts.capability >= 80)
 _DESCRIPTOR_TARGETS = frozenset(name for name, facts in TARGETS.items() if facts.capability >= 90)
 # Those whose programs may have a large tile: the shared memory of a data centre's device.
 _LARGE_TARGETS = frozenset(name for name in _DESCRIPTOR_TARGETS if TARGETS[name].shared_memory > 200_000)
-_KINDS = frozenset({"sm_80", "sm_90", "gfx942"})
 _PAIR = frozenset({"sm_90", "gfx942"})
 
 Sizes = tuple[int, int, int]
@@ -95,14 +94,14 @@ _TABLE: list[tuple[str, Callable[..., Any], Any, torch.dtype, dict[str, Any], fr
     ("persistent_consumer", _persistent, (128, 128, 64, 3, 8), _BF16, {}, _DESCRIPTOR_TARGETS),
     ("persistent_few", _persistent, (64, 64, 64, 4, 4), _BF16, {}, _DESCRIPTOR_TARGETS),
     ("skinny_one_row", _skinny, DECODE, _FP16, {"activation": "gelu"}, None),
-    ("skinny_wide", _skinny, WIDE, _FP16, {}, _KINDS),
-    ("skinny_transposed_extras", _skinny, WIDE, _BF16, {"transposed": (False, True), "extras": True}, _KINDS),
-    ("skinny_splits", _skinny, (16, 1024, 8192), _BF16, {}, _KINDS),
-    ("skinny_unaligned", _skinny, (3, 1001, 1003), _BF16, {}, _KINDS),
-    ("skinny_one_row_float32", _skinny, DECODE, _FP32, {}, None),
-    ("skinny_one_row_float32_splits", _skinny, DECODE, _FP32, {"splits": 2, "transposed": (False, True)}, _KINDS),
-    ("skinny_float32", _skinny, WIDE, _FP32, {}, None),
-    ("skinny_tf32", _skinny, WIDE, _FP32, {"precision": "tf32"}, _TF32_TARGETS),
+    ("skinny_wide", _skinny, WIDE, _FP16, {}, KINDS),
+    ("skinny_transposed_extras", _skinny, WIDE, _BF16, {"transposed": (False, True), "extras": True}, KINDS),
+    ("skinny_splits", _skinny, (16, 1024, 8192), _BF16, {}, KINDS),
+    ("skinny_unaligned", _skinny, (3, 1001, 1003), _BF16, {}, KINDS),
+    ("skinny_one_row_float32", _skinny, DECODE, _FP32, {}, TABLES),
+    ("skinny_one_row_float32_splits", _skinny, DECODE, _FP32, {"splits": 2, "transposed": (False, True)}, KINDS),
+    ("skinny_float32", _skinny, WIDE, _FP32, {}, TABLES),
+    ("skinny_tf32", _skinny, WIDE, _FP32, {"precision": "tf32"}, _TF32_TARGETS & TABLES),
     ("skinny_ones", _skinny, (1, 1, 1), _FP16, {}, _PAIR),
 ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fusedops.runtime.device import TARGETS
-from tests.harness.compile import BFLOAT16_TARGETS, Case
+from tests.harness.compile import BFLOAT16_TARGETS, TABLES, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,16 +82,16 @@ _FNUZ_TABLE = [
 _WEIGHT_ONLY_TABLE = [
     # A thin product is split, and ends in the second kernel.
     ("int4_thin", THIN, _BF16, "silu", {}, BFLOAT16_TARGETS),
-    ("int4_thin_small_groups", THIN, _FP16, "gelu", {"group_size": 32}, None),
-    ("int4_middle", MIDDLE, _BF16, "silu", {}, BFLOAT16_TARGETS),
+    ("int4_thin_small_groups", THIN, _FP16, "gelu", {"group_size": 32}, TABLES),
+    ("int4_middle", MIDDLE, _BF16, "silu", {}, BFLOAT16_TARGETS & TABLES),
     ("int4_large", LARGE, _FP16, "gelu", {}, frozenset(TARGETS) - {"sm_80"}),
     ("int4_large_mish", LARGE, _BF16, "mish", {"group_size": None}, _RARE - {"sm_75"}),
-    ("int4_unaligned", (33, 1003, 1006), _BF16, "silu", {"group_size": None}, BFLOAT16_TARGETS),
-    ("int4_float32", LARGE, _FP32, "silu", {}, None),
-    ("int4_tf32", LARGE, _FP32, "silu", {"precision": "tf32"}, _TF32_TARGETS),
-    ("int8_thin", THIN, _BF16, "silu", {"bits": 8, "group_size": None}, BFLOAT16_TARGETS),
+    ("int4_unaligned", (33, 1003, 1006), _BF16, "silu", {"group_size": None}, BFLOAT16_TARGETS & TABLES),
+    ("int4_float32", LARGE, _FP32, "silu", {}, TABLES),
+    ("int4_tf32", LARGE, _FP32, "silu", {"precision": "tf32"}, _TF32_TARGETS & TABLES),
+    ("int8_thin", THIN, _BF16, "silu", {"bits": 8, "group_size": None}, BFLOAT16_TARGETS & TABLES),
     ("int8_thin_tf32x3", THIN, _FP32, "silu", {"bits": 8, "group_size": None, "precision": "tf32x3"}, _RARE),
-    ("int8_large", LARGE, _BF16, "silu", {"bits": 8}, BFLOAT16_TARGETS),
+    ("int8_large", LARGE, _BF16, "silu", {"bits": 8}, BFLOAT16_TARGETS & TABLES),
     ("int8_large_float16", LARGE, _FP16, "gelu", {"bits": 8, "group_size": None}, _RARE),
     ("int8_unaligned", ODD, _FP16, "gelu", {"bits": 8, "group_size": None}, _RARE),
     ("int8_float32", THIN, _FP32, "silu", {"bits": 8, "group_size": 16}, _RARE),

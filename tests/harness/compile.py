@@ -29,6 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # bfloat16 does not exist on sm_75, where the operators refuse it: cases with it are for these targets.
 BFLOAT16_TARGETS = frozenset(TARGETS) - {"sm_75"}
 
+# One target of each table of default configurations, where a family's tables are by architecture.
+TABLES = frozenset({"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx1100"})
+# One target of each kind of matrix instruction: those before and since Hopper, and AMD's.
+KINDS = frozenset({"sm_80", "sm_90", "gfx942"})
+
 
 @dataclass(frozen=True)
 class Case:

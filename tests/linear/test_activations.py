@@ -10,6 +10,7 @@ from fusedops.linear import register_activation
 from fusedops.linear.activations import ACTIVATIONS
 from fusedops.runtime.backend import HAS_TRITON
 from tests.harness.errors import check_error
+from tests.linear.problems import TORCHS, use_config
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -50,6 +51,14 @@ if HAS_TRITON:
     def softsign_backward_of_output(dy, y):
         n = 1.0 - tl.abs(y)
         return dy * (n * n)
+
+    @triton.jit
+    def log_abs(z):
+        return tl.log(tl.abs(z))
+
+    @triton.jit
+    def log_abs_backward(dy, z):
+        return dy / z
 
 
 def softsign_derivative(z):
@@ -95,6 +104,44 @@ def test_an_activation_of_the_users(runner, table, derivative_of):
         check_error(ours, exact, theirs, gradient=ours is not results[0][0])
     if derivative_of == "output":
         assert fusedops.nn.Linear(4, 4, activation="softsign")(torch.ones(1, 4)).shape == (1, 4)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("prologue", [True, False], ids=["prologue", "pass"])
+@pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated_linear"])
+def test_a_derivative_that_is_infinite_at_zero(kernel_runner, monkeypatch, table, gated, prologue):
+    """A tile past the matrix's end is zeros, whose derivative must not reach a sum."""
+    use_config(monkeypatch, prologue=prologue)
+    register_activation(
+        "log_abs", lambda z: z.abs().log(), lambda z: 1 / z, log_abs, log_abs_backward
+    )  # fmt: skip
+    x, weight, bias = (torch.randn(*s, device=kernel_runner.device) for s in ((10, 16), (17, 16), (17,)))
+    leaves = [x, weight, weight.flip(0).contiguous(), bias, bias.flip(0)] if gated else [x, weight, bias]
+    leaves = [t.requires_grad_() for t in leaves]
+
+    def plain(x, *parameters):
+        if not gated:
+            return torch.nn.functional.linear(x, *parameters).abs().log()
+        gate, up, bias_gate, bias_up = parameters
+        return torch.nn.functional.linear(x, gate, bias_gate).abs().log() * torch.nn.functional.linear(x, up, bias_up)
+
+    ours = fusedops.gated_linear(*leaves, "log_abs") if gated else fusedops.linear(*leaves, "log_abs")
+    grads = torch.autograd.grad(ours.sum(), leaves)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    for grad, right in zip(grads, torch.autograd.grad(plain(*wide).sum(), wide), strict=True):
+        torch.testing.assert_close(grad.double(), right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_derivatives_far_out(kernel_runner, name):
+    """In bfloat16, whose numbers go to 3e38, as far as torch's own derivative is a number."""
+    z = torch.tensor([-3e38, -1e15, -3e12, -200.0, 200.0, 3e12, 1e15, 3e38], dtype=torch.bfloat16)
+    z = z.to(kernel_runner.device)[:, None].requires_grad_()
+    one = torch.ones(1, 1, dtype=torch.bfloat16, device=z.device)
+    (ours,) = torch.autograd.grad(fusedops.linear(z, one, None, name).sum(), z)
+    (theirs,) = torch.autograd.grad(TORCHS[name](z).sum(), z)
+    finite = theirs.isfinite()
+    torch.testing.assert_close(ours[finite], theirs[finite], rtol=0.02, atol=1e-6)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -384,11 +384,46 @@ def test_the_module_adds_to_main_grad(runner):
 
 def test_main_grad_of_a_missing_or_wrong_tensor():
     x, weight = torch.randn(3, 5), torch.randn(4, 5, requires_grad=True)
-    with pytest.raises(TypeError, match=r"linear: weight.main_grad \(fuse_wgrad_accumulation=True\) must be"):
-        fusedops.linear(x, weight, fuse_wgrad_accumulation=True)
-    weight.main_grad = torch.zeros(5, 4)
-    with pytest.raises(ValueError, match=r"weight.main_grad .* must be of weight's shape \(4, 5\)"):
-        fusedops.linear(x, weight, fuse_wgrad_accumulation=True)
+    name = r"linear: weight.main_grad \(fuse_wgrad_accumulation=True\) must be"
+    wrong = {
+        "missing": (None, TypeError, "a torch.Tensor"),
+        "shape": (torch.zeros(5, 4), ValueError, r"of weight's shape \(4, 5\)"),
+        "dtype": (torch.zeros(4, 5, dtype=torch.float64), TypeError, "of float32 or weight's dtype"),
+        "expanded": (torch.zeros(1, 5).expand(4, 5), ValueError, "a tensor whose elements do not share memory"),
+    }
+    for main_grad, error, message in wrong.values():
+        weight.main_grad = main_grad
+        with pytest.raises(error, match=f"{name} {message}"):
+            fusedops.linear(x, weight, fuse_wgrad_accumulation=True)
+        with torch.no_grad():  # no gradient will come
+            fusedops.linear(x, weight, fuse_wgrad_accumulation=True)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_main_grad_of_the_weights_own_dtype_and_its_version(kernel_runner):
+    x, weight, _ = tensors(kernel_runner, (40, 16), 8, torch.bfloat16)
+    weight.main_grad = torch.zeros_like(weight).t().contiguous().t()
+    weight.grad_added_to_main_grad = False
+    y = fusedops.linear(x, weight, None, "silu", fuse_wgrad_accumulation=True)
+    assert weight.grad_added_to_main_grad is False
+    version = weight.main_grad._version
+    y.sum().backward()
+    assert weight.grad_added_to_main_grad is True
+    assert weight.main_grad._version > version
+    plainly = weight.detach().requires_grad_()
+    fusedops.linear(x, plainly, None, "silu").sum().backward()
+    torch.testing.assert_close(weight.main_grad, plainly.grad, rtol=0.02, atol=0.02)
+
+
+def test_main_grad_beside_a_second_derivative_on_the_torch_backend():
+    x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    weight.main_grad = torch.zeros(4, 5)
+    with fusedops.backend("torch"):
+        y = fusedops.linear(x, weight, None, "silu", fuse_wgrad_accumulation=True)
+        y.sum().backward(create_graph=True)
+    torch.testing.assert_close(
+        weight.main_grad, torch.autograd.grad((x @ weight.t()).sigmoid().mul(x @ weight.t()).sum(), weight)[0]
+    )
 
 
 def test_main_grad_inside_torch_compile_is_refused(kernel_runner):

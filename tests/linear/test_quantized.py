@@ -152,6 +152,32 @@ def test_fp8_any_strides_and_neighbours_that_are_nan(runner, which, layout):
     check_fp8(x, w, scale_x.expand(9, 1), scale_w, randn(42, device=runner.device)[::2], out_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("which", ["input", "weight"])
+@pytest.mark.parametrize("kind", ["strided", "expanded"])
+def test_fp8_scales_of_any_strides(runner, kind, which):
+    serves_fp8(runner, E4M3)
+    x, w, scale_x, scale_w = fp8_operands(runner, (9, 48), 21)
+    scales = {"input": (scale_x, (9, 1)), "weight": (scale_w, (21,))}
+    scale, shape = scales[which]
+    if kind == "strided":
+        apart = torch.full((*shape, 3), float("nan"), device=runner.device)[..., 1]
+        scale = apart.copy_(torch.rand(shape, device=runner.device) + 0.5)
+    else:
+        scale = torch.full((1,), 0.75, device=runner.device).expand(shape)
+    scale_x, scale_w = (scale, scale_w) if which == "input" else (scale_x, scale)
+    check_fp8(x, w, scale_x, scale_w, None, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
+def test_meta_tensors_need_no_data(backend):
+    x, w = torch.empty(3, 16, device="meta"), torch.empty(5, 16, dtype=torch.int8, device="meta")
+    eights = [torch.empty(s, dtype=E4M3, device="meta") for s in ((3, 16), (5, 16))]
+    with fusedops.backend(backend):
+        y = fusedops.quantized_linear(x, w, torch.empty(5, device="meta"))
+        z = fusedops.fp8_linear(*eights, torch.empty((), device="meta"), torch.empty(5, device="meta"))
+    assert (y.shape, y.dtype, z.shape, z.dtype) == ((3, 5), torch.float32, (3, 5), torch.bfloat16)
+
+
 def test_fp8_nan_and_infinities_pass(runner):
     serves_fp8(runner, E5M2)
     x = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0], [0.0, 0.0]], device=runner.device).to(E5M2)

@@ -366,3 +366,16 @@ def test_wrong_dropout_is_named():
 def test_the_modules_are_in_nn():
     for kind in (GatedLinear, GatedMLP, MLP):
         assert getattr(fusedops.nn, kind.__name__) is kind
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_modules_stay_fused(kernel_runner, strict):
+    model = fusedops.nn.GatedMLP(8, 16, device=kernel_runner.device).eval()
+    exported = torch.export.export(model, (torch.randn(4, 8, device=kernel_runner.device),), strict=strict)
+    called = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    assert {"fusedops.gated_linear.default", "fusedops.linear.default"} <= called
+
+
+def test_packed_is_a_flag():
+    with pytest.raises(TypeError, match="GatedLinear: packed must be a bool; got 'no'"):
+        fusedops.nn.GatedLinear(4, 8, packed="no")
