@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
 from fusedops.linear.kernels_activations import device_functions
-from fusedops.linear.kernels_common import aligned, tile_of, torch_multiplies
+from fusedops.linear.kernels_common import aligned, multiply, tile_of, torch_multiplies
 from fusedops.linear.kernels_epilogue import halves
 from fusedops.linear.reference import no_autocast
 from fusedops.linear.tuning_gated import GatedProblem, default_config
@@ -63,6 +63,8 @@ def gated_linear_kernel(
     stride_wn,
     stride_wk,
     ACTIVATION: tl.constexpr,  # a function of kernels_activations.py, or None
+    X_ROW_MAJOR: tl.constexpr,  # the elements of a row are neighbours in memory
+    W_ROW_MAJOR: tl.constexpr,
     EVEN_K: tl.constexpr,  # BLOCK_K divides K
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -85,29 +87,14 @@ def gated_linear_kernel(
     else:
         of_gate = column < BLOCK_N
         n = first_n + column % BLOCK_N
-    k = tl.arange(0, BLOCK_K).to(tl.int64)
-    in_m = (m < M)[:, None]
-    in_n = (n < N)[None, :]
-    x_at = X + m[:, None] * stride_xm + k[None, :] * stride_xk
     # Chosen as integers: not every compiler takes a choice of pointers. None sees through it how they are aligned.
     address = tl.where(of_gate, WG.to(tl.int64), WU.to(tl.int64))
     weight = tl.multiple_of(address.to(WG.dtype), ALIGNMENT)
-    w_at = weight[None, :] + (k[:, None] * stride_wk + n[None, :] * stride_wn)
-    x_step = tl.full((), BLOCK_K, tl.int64) * stride_xk
-    w_step = tl.full((), BLOCK_K, tl.int64) * stride_wk
     z = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
-    for first_k in range(0, K, BLOCK_K):
-        in_mk = in_m
-        in_kn = in_n
-        if not EVEN_K:
-            in_k = first_k + k < K
-            in_mk = in_m & in_k[None, :]
-            in_kn = in_n & in_k[:, None]
-        x = tl.load(x_at, mask=in_mk, other=0.0)
-        w = tl.load(w_at, mask=in_kn, other=0.0)
-        z = tl.dot(x, w, z, input_precision=PRECISION)
-        x_at += x_step
-        w_at += w_step
+    z = multiply(
+        z, X, weight[None, :], m, n, M, N, 0, K, stride_xm, stride_xk, stride_wk, stride_wn,
+        X_ROW_MAJOR, W_ROW_MAJOR, EVEN_K, PRECISION, BLOCK_K,
+    )  # fmt: skip
     if INTERLEAVED:
         g, u = z.reshape(BLOCK_M, BLOCK_N, 2).split()
     else:
@@ -207,7 +194,8 @@ def products(
             w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
         gated_linear_kernel[(ceil_div(M, config.rows) * ceil_div(N, config.cols),)](
             x, w_gate, w_up, b_gate, b_up, y, z, M, N, K, *x.stride(), *w_up.stride(),
-            ACTIVATION=device_functions(activation)[0], EVEN_K=K % config.depth == 0,
+            ACTIVATION=device_functions(activation)[0],
+            X_ROW_MAJOR=x.stride(1) == 1, W_ROW_MAJOR=w_up.stride(1) == 1, EVEN_K=K % config.depth == 0,
             PRECISION=dot_precision(x, precision),
             BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth, GROUP=config.group,
             ALIGNMENT=x.element_size() if (w_gate.data_ptr() | w_up.data_ptr()) % 16 else 16,

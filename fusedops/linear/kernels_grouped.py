@@ -14,8 +14,8 @@ import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
 from fusedops.linear.kernels_activations import device_functions
-from fusedops.linear.kernels_common import tile_of
-from fusedops.linear.kernels_epilogue import halves
+from fusedops.linear.kernels_common import multiply, tile_of
+from fusedops.linear.kernels_epilogue import quarters
 from fusedops.linear.kernels_preactivation import grad_preactivation
 from fusedops.linear.reference import keeps_output
 from fusedops.linear.reference_grouped import empty_weights_gradient
@@ -98,6 +98,8 @@ def grouped_linear_kernel(
     stride_wn,
     stride_wk,
     ACTIVATION: tl.constexpr,  # a function of kernels_activations.py, or None
+    X_ROW_MAJOR: tl.constexpr,  # the elements of a row are neighbours in memory
+    W_ROW_MAJOR: tl.constexpr,
     EVEN_K: tl.constexpr,  # BLOCK_K divides K
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -138,37 +140,17 @@ def grouped_linear_kernel(
     if B is not None:
         B += g * N
     n = first_n + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K).to(tl.int64)
-    in_m = (m < end)[:, None]
-    in_n = (n < N)[None, :]
-    x_at = X + m[:, None] * stride_xm + k[None, :] * stride_xk
-    w_at = W + g * stride_wg + k[:, None] * stride_wk + n[None, :] * stride_wn
-    x_step = tl.full((), BLOCK_K, tl.int64) * stride_xk
-    w_step = tl.full((), BLOCK_K, tl.int64) * stride_wk
     z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first_k in range(0, K, BLOCK_K):
-        in_mk = in_m
-        in_kn = in_n
-        if not EVEN_K:
-            in_k = first_k + k < K
-            in_mk = in_m & in_k[None, :]
-            in_kn = in_n & in_k[:, None]
-        x = tl.load(x_at, mask=in_mk, other=0.0)
-        w = tl.load(w_at, mask=in_kn, other=0.0)
-        z = tl.dot(x, w, z, input_precision=PRECISION)
-        x_at += x_step
-        w_at += w_step
+    z = multiply(
+        z, X, W + g * stride_wg, m, n, end, N, 0, K, stride_xm, stride_xk, stride_wk, stride_wn,
+        X_ROW_MAJOR, W_ROW_MAJOR, EVEN_K, PRECISION, BLOCK_K,
+    )  # fmt: skip
     if QUARTERS:
-        QUARTER: tl.constexpr = BLOCK_N // 4
-        left, right = halves(z)
-        z0, z1 = halves(left)
-        z2, z3 = halves(right)
-        finish(z0, B, Y, Z, m, first_n, end, N, ACTIVATION)
-        finish(z1, B, Y, Z, m, first_n + QUARTER, end, N, ACTIVATION)
-        finish(z2, B, Y, Z, m, first_n + 2 * QUARTER, end, N, ACTIVATION)
-        finish(z3, B, Y, Z, m, first_n + 3 * QUARTER, end, N, ACTIVATION)
+        parts = quarters(z)
     else:
-        finish(z, B, Y, Z, m, first_n, end, N, ACTIVATION)
+        parts = (z,)
+    for i in tl.static_range(4 if QUARTERS else 1):
+        finish(parts[i], B, Y, Z, m, first_n + i * (BLOCK_N // 4), end, N, ACTIVATION)
 
 
 @triton.jit
@@ -287,7 +269,8 @@ def _rows_product(
     grouped_linear_kernel[(slots * ceil_div(N, config.cols),)](
         x, w, None if bias is None else bias.contiguous(), None if offsets is None else offsets.contiguous(),
         output, saved, M, N, K, G, *x.stride(), *w.stride(),
-        ACTIVATION=device_functions(activation)[0], EVEN_K=K % config.depth == 0,
+        ACTIVATION=device_functions(activation)[0],
+        X_ROW_MAJOR=x.stride(-1) == 1, W_ROW_MAJOR=w.stride(-1) == 1, EVEN_K=K % config.depth == 0,
         PRECISION=dot_precision(x, precision), BLOCK_M=config.rows, BLOCK_N=config.cols, BLOCK_K=config.depth,
         BLOCK_G=BLOCK_G, GROUP=config.group, QUARTERS=config.rows * config.cols >= 128 * threads,
         **options(config.num_warps, config.num_stages),
