@@ -141,6 +141,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dry-run", action="store_true", help="Runs everything once on the CPU and times nothing.")
     options = parser.parse_args(arguments)
+    timing = ("layers", "rows", "activation", "providers", "seconds", "quick", "dry_run")
+    if options.static and (given := [f"--{name.replace('_', '-')}" for name in timing if getattr(options, name)]):
+        parser.error(f"--static takes no {', '.join(given)}")
     quick = options.quick
     options.layers = options.layers or (QUICK_LAYERS if quick else tuple(LAYERS))
     options.rows = options.rows or (QUICK_ROWS if quick else ROWS)

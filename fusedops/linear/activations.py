@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,7 +158,8 @@ def register_activation(
     Args:
         name: what ``activation=`` will take.
         forward: a(z) in torch, elementwise, on any floating dtype: the torch backend, and what tests compare with.
-        derivative: a′ in torch, elementwise, as a function of the tensor that ``derivative_of`` names.
+        derivative: a′ in torch, elementwise, as a function of the tensor that ``derivative_of`` names: for graphs made
+            for the kernels that run where there are none. (The torch backend differentiates ``forward``.)
         device_forward: a ``@triton.jit`` function of a float32 block z that returns a(z).
         device_backward: a ``@triton.jit`` function of float32 blocks ``(dy, s)`` that returns dy · a′, where ``s`` is
             the tensor that ``derivative_of`` names.
@@ -170,6 +172,9 @@ def register_activation(
 
     Example:
         In a module (Triton reads the source of its functions)::
+
+            import triton
+            import triton.language as tl
 
             @triton.jit
             def softsign(z):
@@ -197,6 +202,10 @@ def register_activation(
         # A compiled or an interpreted Triton function; both keep the Python function as .fn.
         if not callable(getattr(value, "fn", None)):
             wrong_type(function, argument, "a function decorated with triton.jit", value)
+        parameters = ("z",) if argument == "device_forward" else ("dy", "s")
+        if len(inspect.signature(value.fn).parameters) != len(parameters):
+            takes = f"a function of {len(parameters)} argument{'s'[: len(parameters) - 1]}, ({', '.join(parameters)})"
+            wrong_value(function, argument, takes, value.fn)
     if derivative_of not in ("preactivation", "output"):
         wrong_value(function, "derivative_of", "'preactivation' or 'output'", derivative_of)
     if not isinstance(cost, int) or isinstance(cost, bool):

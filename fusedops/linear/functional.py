@@ -153,6 +153,7 @@ def linear(
             ``"leaky_relu"`` (slope 0.01), ``"elu"`` (α = 1), ``"hardswish"``, ``"hardsigmoid"``, ``"softplus"``
             (β = 1), with torch's defaults; or a name given to :func:`fusedops.linear.register_activation`.
         residual: (..., out_features) or None, added last. Any floating dtype and strides; its gradient has its dtype.
+            The result's dtype does not depend on it: for a float32 stream beside 16-bit inputs ask for ``out_dtype``.
         dropout_p: probability that an element is dropped; the others are divided by ``1 - dropout_p``. The mask is
             drawn from torch's generator and drawn again in the backward, never stored.
         out_dtype: dtype of the result; None: that of ``input`` (under autocast: autocast's).
@@ -226,7 +227,7 @@ def _main_grad(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None
     argument = "weight.main_grad (fuse_wgrad_accumulation=True)"
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
-        wrong_type("linear", argument, "a torch.Tensor", None)
+        wrong_type("linear", argument, "a torch.Tensor, such as torch.zeros(weight.shape, dtype=torch.float32)", None)
     check_parameter("linear", argument, main_grad, weight.shape, input, "of weight's shape {}")
     if main_grad.dtype not in (torch.float32, weight.dtype):
         wrong_type("linear", argument, f"of float32 or weight's dtype ({weight.dtype})", main_grad)

@@ -71,7 +71,9 @@ def _check_grouped(
         wrong_type(name, "offsets", "a torch.Tensor", offsets)
     if offsets.dtype not in (torch.int32, torch.int64) or offsets.layout is not torch.strided:
         wrong_type(name, "offsets", "a strided int32 or int64 tensor", offsets)
-    if offsets.ndim != 1 or offsets.shape[0] != weights.shape[0]:
+    if offsets.ndim == 1 and torch.compiler.is_compiling():
+        torch._check(offsets.shape[0] == weights.shape[0])  # bincount's size is not known while a graph is traced
+    elif offsets.ndim != 1 or offsets.shape[0] != weights.shape[0]:
         wrong_value(name, "offsets", f"of shape ({weights.shape[0]},), an end for each matrix of weights", offsets)
     check_same_device(name, "offsets", offsets, "input", input)
     return _check_parameters(name, "weights", input, weights, bias, activation, fp32_precision)

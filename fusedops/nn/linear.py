@@ -10,7 +10,7 @@ import torch
 from fusedops.linear.activations import check_activation
 from fusedops.linear.functional import check_flag, linear
 from fusedops.norm_linear.functional import layer_norm_linear, rms_norm_linear
-from fusedops.runtime.checks import check_number, check_probability, wrong_value
+from fusedops.runtime.checks import check_number, check_probability, wrong_type, wrong_value
 
 
 class Linear(torch.nn.Linear):
@@ -53,6 +53,7 @@ class Linear(torch.nn.Linear):
         recompute: bool = False,
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
+        check_bias("Linear", bias)
         check_activation("Linear", activation)
         check_probability("Linear", "dropout", dropout)
         check_flag("Linear", "recompute", recompute)
@@ -263,6 +264,12 @@ class LayerNormMLP(_NormFirst):
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, eps={self.eps},"
             f" bias={self.fc1_bias is not None}, normalization={self.normalization!r}, activation={self.activation!r}"
         )
+
+
+def check_bias(name: str, bias: Any) -> None:
+    """A flag of any type, but no text: ``Linear(8, 8, "gelu")`` would have a bias and no activation."""
+    if isinstance(bias, str):
+        wrong_type(name, "bias", "a bool (activation is a keyword)", bias)
 
 
 def _reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn.modules import module as torch_module
 from fusedops.linear.activations import ACTIVATIONS, check_activation
 from fusedops.linear.functional import check_flag, linear
 from fusedops.linear.functional_gated import gated_linear
-from fusedops.runtime.checks import check_probability
+from fusedops.nn.linear import check_bias
+from fusedops.runtime.checks import check_probability, wrong_type, wrong_value
 
 # A parameter is a fake tensor while a graph is traced from the module.
 _PLAIN = (torch.nn.Parameter, torch.Tensor, FakeTensor)
@@ -46,6 +48,17 @@ def _activate(z: torch.Tensor, activation: str | None) -> torch.Tensor:
     return z if activation is None else ACTIVATIONS[activation].forward(z)
 
 
+def _check_sizes(name: str, **sizes: Any) -> None:
+    """TypeError or ValueError unless each is an int of at least 0, or None."""
+    for argument, size in sizes.items():
+        if size is None and argument == "out_features":
+            continue
+        if not isinstance(size, numbers.Integral) or isinstance(size, bool):
+            wrong_type(name, argument, "an int", size)
+        if size < 0:
+            wrong_value(name, argument, "0 or more", size)
+
+
 class _Gated(torch.nn.Module):
     """Two linear layers of one input, ``gate_proj`` and ``up_proj``, or one of both, ``gate_up_proj``."""
 
@@ -62,6 +75,8 @@ class _Gated(torch.nn.Module):
         packed: bool,
         options: dict[str, Any],
     ) -> None:
+        _check_sizes(type(self).__name__, in_features=in_features, hidden_features=hidden_features)
+        check_bias(type(self).__name__, bias)
         check_activation(type(self).__name__, activation)
         check_flag(type(self).__name__, "packed", packed)
         super().__init__()
@@ -183,6 +198,7 @@ class GatedMLP(_Gated):
         dtype: torch.dtype | None = None,
     ) -> None:
         options = {"device": device, "dtype": dtype}
+        _check_sizes(type(self).__name__, out_features=out_features)
         super().__init__(in_features, hidden_features, bias, activation, packed, options)
         self.hidden_features = hidden_features
         self.out_features = in_features if out_features is None else out_features
@@ -240,6 +256,8 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         name = type(self).__name__
+        _check_sizes(name, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        check_bias(name, bias)
         check_activation(name, activation)
         check_probability(name, "dropout", dropout)
         super().__init__()

@@ -172,3 +172,15 @@ def test_wrong_argument_of_register_activation(table, changes, error, message):
     with pytest.raises(error, match=f"^register_activation: {message}"):
         register_activation(**arguments)
     assert "softsign" not in table
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_device_functions_in_each_others_places(table):
+    with pytest.raises(
+        ValueError, match=r"device_forward must be a function of 1 argument, \(z\); got .*softsign_backward"
+    ):
+        register_activation("softsign", abs, softsign_derivative, softsign_backward, softsign_backward)
+    with pytest.raises(
+        ValueError, match=r"device_backward must be a function of 2 arguments, \(dy, s\); got .*softsign"
+    ):
+        register_activation("softsign", abs, softsign_derivative, softsign, softsign)

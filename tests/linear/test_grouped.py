@@ -794,3 +794,17 @@ def test_prune_names_what_does_not_fit():
     assert "sums a thread" in prune(replace(config, num_warps=4), problem, facts)
     assert "padding" in prune(config, replace(problem, rows=32), facts)
     assert "threads" in prune(replace(config, num_warps=32), problem, TARGETS["gfx950"])
+
+
+def test_ends_from_bincount_compile(runner):
+    """Their number is not known while the graph is traced."""
+
+    def function(x, weights, chosen):
+        order = chosen.argsort(stable=True)
+        return fusedops.grouped_linear(x[order], weights, torch.bincount(chosen, minlength=3).cumsum(0))
+
+    x, weights = randn(7, 16, device=runner.device), randn(3, 8, 16, device=runner.device)
+    chosen = torch.tensor([2, 0, 0, 2, 1, 0, 2], device=runner.device)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, weights, chosen), function(x, weights, chosen), rtol=1e-5, atol=1e-5)

@@ -379,3 +379,20 @@ def test_exported_modules_stay_fused(kernel_runner, strict):
 def test_packed_is_a_flag():
     with pytest.raises(TypeError, match="GatedLinear: packed must be a bool; got 'no'"):
         fusedops.nn.GatedLinear(4, 8, packed="no")
+
+
+WRONG_SIZE = {
+    "text": (TypeError, "bias must be a bool", lambda: fusedops.nn.GatedLinear(8, 8, "gelu")),
+    "activation for bias": (TypeError, "bias must be a bool", lambda: fusedops.nn.Linear(8, 8, "gelu")),
+    "activation for out_features": (TypeError, "out_features must be an int", lambda: fusedops.nn.MLP(8, 32, "gelu")),
+    "gated": (TypeError, "out_features must be an int", lambda: fusedops.nn.GatedMLP(8, 32, "silu")),
+    "negative": (ValueError, "hidden_features must be 0 or more; got -8", lambda: fusedops.nn.MLP(8, -8)),
+    "fraction": (TypeError, "hidden_features must be an int", lambda: fusedops.nn.GatedMLP(8, 64 / 3)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SIZE)
+def test_wrong_sizes_are_named(case):
+    error, message, make = WRONG_SIZE[case]
+    with pytest.raises(error, match=message):
+        make()
