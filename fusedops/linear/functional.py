@@ -44,7 +44,7 @@ def check_linear(
         check_same_device(function, "weight", weight, "input", input)
     mixed = weight.dtype is not dtype
     if mixed:
-        _check_dtype(function, "weight", weight, input)
+        check_parameter_dtype(function, "weight", weight, input)
     if bias is not None:
         check_tensor(function, "bias", bias)
         if bias.ndim != 1 or bias.shape[0] != shape[0]:
@@ -52,19 +52,21 @@ def check_linear(
         if bias.device != device:
             check_same_device(function, "bias", bias, "input", input)
         if bias.dtype is not dtype:
-            _check_dtype(function, "bias", bias, input)
+            check_parameter_dtype(function, "bias", bias, input)
             mixed = True
     if activation is not None:
         check_activation(function, activation)
     return mixed
 
 
-def _check_dtype(function: str, argument: str, value: torch.Tensor, input: torch.Tensor) -> None:
-    """The input's dtype, float32 beside a 16-bit input, or whatever autocast makes the same."""
-    if value.dtype == torch.float32 and input.dtype in _HALF:
-        return
-    if autocast_dtype(value) != autocast_dtype(input):
+def check_parameter_dtype(function: str, argument: str, value: torch.Tensor, input: torch.Tensor) -> bool:
+    """Whether it is not the input's dtype; an error unless it is float32 beside 16 bits, or autocast makes both one."""
+    if value.dtype is input.dtype:
+        return False
+    both = value.dtype == torch.float32 and input.dtype in _HALF
+    if not both and autocast_dtype(value) != autocast_dtype(input):
         wrong_type(function, argument, f"of input's dtype ({input.dtype}) or float32 beside a 16-bit input", value)
+    return True
 
 
 def check_flag(function: str, argument: str, value: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from fusedops.linear import reference_gated as reference
 from fusedops.linear.activations import check_activation
 from fusedops.linear.autograd_gated import gated_linear_op
-from fusedops.linear.functional import _check_dtype, cast_parameters
+from fusedops.linear.functional import cast_parameters, check_parameter_dtype
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import check_dtype, check_same_device, check_tensor, wrong_type, wrong_value
 from fusedops.runtime.precision import autocast_dtype, check_precision, float32_precision
@@ -77,10 +77,7 @@ def _check_like(input: torch.Tensor, name: str, value: torch.Tensor) -> bool:
     """On the input's device and of a dtype that goes with the input's; whether that is another one."""
     if value.device != input.device:
         check_same_device(_NAME, name, value, "input", input)
-    if value.dtype is input.dtype:
-        return False
-    _check_dtype(_NAME, name, value, input)
-    return True
+    return check_parameter_dtype(_NAME, name, value, input)
 
 
 def unsupported(input: torch.Tensor, out_dtype: torch.dtype | None = None) -> list[str]:

@@ -9,22 +9,10 @@ import torch
 from fusedops.linear import reference_grouped as reference
 from fusedops.linear.activations import check_activation
 from fusedops.linear.autograd_grouped import grouped_linear_op
-from fusedops.linear.functional import cast_parameters
+from fusedops.linear.functional import cast_parameters, check_parameter_dtype
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import check_parameter, check_same_device, check_tensor, wrong_type, wrong_value
 from fusedops.runtime.precision import autocast_dtype, check_precision, float32_precision
-
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def _check_dtype(function: str, argument: str, value: torch.Tensor, input: torch.Tensor) -> bool:
-    """Whether it is not the input's dtype; an error unless it is float32 beside 16 bits, or autocast's as well."""
-    if value.dtype is input.dtype:
-        return False
-    both = value.dtype == torch.float32 and input.dtype in _HALF
-    if not both and autocast_dtype(value) != autocast_dtype(input):
-        wrong_type(function, argument, f"of input's dtype ({input.dtype}) or float32 beside a 16-bit input", value)
-    return True
 
 
 def _check_parameters(
@@ -38,11 +26,11 @@ def _check_parameters(
 ) -> bool:
     """Raise, naming the argument, or say whether a parameter's dtype differs from the input's."""
     check_same_device(function, name, weight, "input", input)
-    mixed = _check_dtype(function, name, weight, input)
+    mixed = check_parameter_dtype(function, name, weight, input)
     if bias is not None:
         takes = f"of shape {{}}, a row for each matrix of {name}"
         check_parameter(function, "bias", bias, weight.shape[:2], input, takes)
-        mixed |= _check_dtype(function, "bias", bias, input)
+        mixed |= check_parameter_dtype(function, "bias", bias, input)
     if activation is not None:
         check_activation(function, activation)
     if fp32_precision is not None:

@@ -319,20 +319,20 @@ def prune(config: LinearConfig, problem: LinearProblem, facts: DeviceFacts) -> s
     return None
 
 
-def defaults_for(facts: DeviceFacts) -> Defaults:
-    """The table's entry for a device, known or not: the nearest older relative's."""
+def table_of(facts: DeviceFacts) -> str:
+    """Which entry of a table of defaults is a device's, known or not: its own, or the nearest older relative's."""
     if facts.vendor == "amd":
-        return DEFAULTS["gfx942" if facts.arch.startswith("gfx9") else "gfx1100"]
+        return "gfx942" if facts.arch.startswith("gfx9") else "gfx1100"
     if facts.vendor == "interpreter":
-        return DEFAULTS["interpreter"]
+        return "interpreter"
     capability = facts.capability
     if capability < 80:
-        return DEFAULTS["sm_75"]
+        return "sm_75"
     if capability == 80:
-        return DEFAULTS["sm_80"]
+        return "sm_80"
     if 90 <= capability < 120 and facts.shared_memory >= TARGETS["sm_90"].shared_memory:
-        return DEFAULTS["sm_100" if capability >= 100 else "sm_90"]
-    return DEFAULTS["sm_86"]
+        return "sm_100" if capability >= 100 else "sm_90"
+    return "sm_86"
 
 
 def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
@@ -342,7 +342,7 @@ def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
     """
     from fusedops.linear.tuning_skinny import skinny_config  # which builds on this module
 
-    defaults = defaults_for(facts)
+    defaults = DEFAULTS[table_of(facts)]
     if problem.torch_serves and not _fusion_pays(problem, defaults):
         return TORCH
     if problem.product == "forward" and problem.rows <= SKINNY_ROWS and facts.vendor != "interpreter":
@@ -353,7 +353,7 @@ def default_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
 def tiled_config(problem: LinearProblem, facts: DeviceFacts) -> LinearConfig:
     """The largest tile of the table that leaves no multiprocessor idle; for a deep and small result, several programs
     a tile."""
-    defaults = defaults_for(facts)
+    defaults = DEFAULTS[table_of(facts)]
     tiles = _tiles(problem, defaults, facts)
     fitting = [c for c in tiles if prune(c, problem, facts) is None] or [tiles[-1]]
     # A tile of fewer than 64 rows only where there are no more rows: it reads the other operand once for few.

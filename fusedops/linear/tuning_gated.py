@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusedops.linear import tuning
-from fusedops.runtime.device import TARGETS, DeviceFacts
+from fusedops.runtime.device import DeviceFacts
 from fusedops.runtime.launch import ceil_div, next_power_of_2
 
 Kernel = Literal["tiled", "torch"]
@@ -198,32 +198,16 @@ def prune(config: GatedConfig, problem: GatedProblem, facts: DeviceFacts) -> str
     return None
 
 
-def defaults_for(facts: DeviceFacts) -> Defaults:
-    """The table's entry for a device, known or not: the nearest older relative's."""
-    if facts.vendor == "amd":
-        return DEFAULTS["gfx942" if facts.arch.startswith("gfx9") else "gfx1100"]
-    if facts.vendor == "interpreter":
-        return DEFAULTS["interpreter"]
-    capability = facts.capability
-    if capability < 80:
-        return DEFAULTS["sm_75"]
-    if capability == 80:
-        return DEFAULTS["sm_80"]
-    if 90 <= capability < 120 and facts.shared_memory >= TARGETS["sm_90"].shared_memory:
-        return DEFAULTS["sm_100" if capability >= 100 else "sm_90"]
-    return DEFAULTS["sm_86"]
-
-
 def default_config(problem: GatedProblem, facts: DeviceFacts) -> GatedConfig:
     """A configuration that always fits: a tile of the table, or torch's products where they should be faster."""
-    if problem.torch_serves and not _fusion_pays(problem, tuning.defaults_for(facts)):
+    if problem.torch_serves and not _fusion_pays(problem, tuning.DEFAULTS[tuning.table_of(facts)]):
         return TORCH
     return tiled_config(problem, facts)
 
 
 def tiled_config(problem: GatedProblem, facts: DeviceFacts) -> GatedConfig:
     """The largest tile of the table that leaves no multiprocessor idle."""
-    tiles = _tiles(problem, defaults_for(facts), facts)
+    tiles = _tiles(problem, DEFAULTS[tuning.table_of(facts)], facts)
     fitting = [c for c in tiles if prune(c, problem, facts) is None] or [tiles[-1]]
     # A tile of fewer than 64 rows only where there are no more rows: it reads the weights once for few.
     fitting = [c for c in fitting if c.rows >= min(problem.rows, 64)] or fitting

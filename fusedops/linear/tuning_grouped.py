@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fusedops.runtime.device import TARGETS, DeviceFacts
+from fusedops.linear.tuning import table_of
+from fusedops.runtime.device import DeviceFacts
 from fusedops.runtime.launch import ceil_div, next_power_of_2
 
 Product = Literal["rows", "weights"]
@@ -185,29 +186,13 @@ def prune(config: GroupedConfig, problem: GroupedProblem, facts: DeviceFacts) ->
     return None
 
 
-def defaults_for(facts: DeviceFacts) -> Defaults:
-    """The table's entry for a device, known or not: the nearest older relative's."""
-    if facts.vendor == "amd":
-        return DEFAULTS["gfx942" if facts.arch.startswith("gfx9") else "gfx1100"]
-    if facts.vendor == "interpreter":
-        return DEFAULTS["interpreter"]
-    capability = facts.capability
-    if capability < 80:
-        return DEFAULTS["sm_75"]
-    if capability == 80:
-        return DEFAULTS["sm_80"]
-    if 90 <= capability < 120 and facts.shared_memory >= TARGETS["sm_90"].shared_memory:
-        return DEFAULTS["sm_100" if capability >= 100 else "sm_90"]
-    return DEFAULTS["sm_86"]
-
-
 def default_config(problem: GroupedProblem, facts: DeviceFacts) -> GroupedConfig:
     """A configuration that always fits: the largest tile of the table that leaves no multiprocessor idle.
 
     The last tile of a group whose size is any number is half empty on average. So groups of different sizes get tiles
     of at most half their average.
     """
-    tiles = _tiles(problem, defaults_for(facts), facts)
+    tiles = _tiles(problem, DEFAULTS[table_of(facts)], facts)
     ragged = problem.product == "rows" and not problem.equal
     most = max(problem.rows // 2 if ragged else problem.rows, 16)
     fitting = [c for c in tiles if prune(c, problem, facts) is None and c.rows <= most] or [tiles[-1]]

@@ -223,7 +223,7 @@ def test_the_mask_does_not_depend_on_the_tiles(kernel_runner, monkeypatch):
 def test_several_programs_a_tile(kernel_runner, monkeypatch, activation, dtype, splits):
     """Sixteen are more than the depth has blocks: some have nothing to sum."""
     use_config(monkeypatch, splits=splits, depth=16)
-    check_options(tensors(kernel_runner, (70, 90), 40, dtype), None, activation)
+    check_options(tensors(kernel_runner, (20, 70), 24, dtype), None, activation)
 
 
 def test_several_programs_a_tile_are_deterministic(kernel_runner, monkeypatch):
