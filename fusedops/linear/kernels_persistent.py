@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedops.linear.kernels_activations import device_functions
 from fusedops.linear.kernels_common import tile_of
@@ -20,6 +19,11 @@ from fusedops.runtime.device import device_facts
 from fusedops.runtime.dropout import threshold_and_scale
 from fusedops.runtime.launch import ceil_div, options
 from fusedops.runtime.precision import dot_precision
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
 
 
 @triton.jit
@@ -155,6 +159,8 @@ def persistent_reason(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) 
         x, w: (M, K) and (N, K).
         out_dtype: of the result, which is contiguous, as is what is kept for the backward, in the dtype of x.
     """
+    if TensorDescriptor is None:
+        return f"Triton {triton.__version__} has no tensor descriptors"
     facts = device_facts(x.device)
     if facts.vendor != "interpreter" and facts.capability < 90:
         return f"{facts.arch} copies no tiles by tensor descriptors"

@@ -180,7 +180,9 @@ def torch_linear(
         y = ACTIVATIONS[activation].forward(y)
     if dropout_p:
         y = F.dropout(y, dropout_p)
-    return (y if residual is None else y + residual).to(out_dtype)
+    if residual is not None:
+        y = y + residual
+    return y if y.dtype is out_dtype else y.to(out_dtype)
 
 
 def no_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:

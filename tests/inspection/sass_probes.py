@@ -16,10 +16,16 @@ from fusedops.inspection import sass
 from fusedops.inspection.offline import Compiled, compile_launches
 from tests.harness.compile import all_cases
 
+_USUAL = ("sm_80", "sm_90", "sm_100")
+# Cases, which of their launches, and for which targets.
 PRODUCTS = {
-    "pointers": ("linear/forward_silu", ("sm_80", "sm_90", "sm_100", "gfx942")),
-    "descriptors": ("linear_forward/persistent_large", ("sm_90", "sm_100")),
-    "few rows": ("linear_forward/skinny_wide", ("sm_80", "sm_90")),
+    "pointers": ("linear/forward_silu", 0, (*_USUAL, "gfx942")),
+    "grad_input": ("linear/backward_bias_large", 0, _USUAL),
+    "grad_weight": ("linear/backward_bias_large", 1, _USUAL),
+    "gated": ("gated_linear/wide", 0, _USUAL),
+    "grouped": ("grouped_linear/forward_large", 0, _USUAL),
+    "descriptors": ("linear_forward/persistent_large", 0, ("sm_90", "sm_100")),
+    "few rows": ("linear_forward/skinny_wide", 0, ("sm_80", "sm_90")),
 }
 
 
@@ -50,8 +56,8 @@ def report(compiled: Compiled) -> dict[str, object]:
 def main() -> None:
     cases = all_cases()
     found: dict[str, object] = {
-        f"{name} {target}": report(compile_launches(target, cases[case].make())[0])
-        for name, (case, targets) in PRODUCTS.items()
+        f"{name} {target}": report(compile_launches(target, cases[case].make())[launch])
+        for name, (case, launch, targets) in PRODUCTS.items()
         for target in targets
     }
     (few,) = compile_launches("sm_80", cases["linear_forward/skinny_wide"].make())

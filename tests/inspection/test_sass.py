@@ -144,9 +144,11 @@ def probes() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("product", "matrix", "copy"),
     [
-        ("pointers sm_80", "HMMA", "LDGSTS"),
-        ("pointers sm_90", "HGMMA", "LDGSTS"),
-        ("pointers sm_100", "UTCHMMA", "LDGSTS"),
+        *(
+            (f"{product} {target}", matrix, "LDGSTS")
+            for product in ("pointers", "grad_input", "grad_weight", "gated", "grouped")
+            for target, matrix in (("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"))
+        ),
         ("pointers gfx942", "v_mfma", "buffer_load"),
         ("descriptors sm_90", "HGMMA", "UTMALDG"),
         ("descriptors sm_100", "UTCHMMA", "UTMALDG"),
