@@ -170,7 +170,7 @@ def test_main_loops_use_the_devices_instructions(probes, product, matrix, copy):
 def test_descriptors_save_instructions(probes, target):
     pointers, descriptors = (probes[f"{name} {target}"] for name in ("pointers", "descriptors"))
     assert descriptors["counts"]["matrix"] == pointers["counts"]["matrix"]
-    assert descriptors["overhead"] < 0.8 * pointers["overhead"]
+    assert descriptors["overhead"] < 0.9 * pointers["overhead"]
 
 
 @needs_triton
