@@ -7,6 +7,7 @@ runs (``FUSEDOPS_TEST_CACHE`` names the folder): a kernel whose source is unchan
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -81,6 +82,29 @@ def compiling_environment() -> dict[str, str]:
     left_out = ("TRITON_INTERPRET", "FUSEDOPS_BACKEND")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**environment, "TRITON_CACHE_DIR": str(cache_folder() / "triton"), "OMP_NUM_THREADS": "1"}
+
+
+def remember_ptxas() -> None:
+    """Let what ptxas says of a kernel, which takes it seconds, stay between runs too, by the hash of its input."""
+    import triton
+
+    from fusedops.inspection import resources, sass
+
+    ask = resources.ptxas_report
+    folder = cache_folder() / "ptxas"
+
+    def report(ptx: str, capability: int) -> str:
+        path = folder / hashlib.sha256(f"{triton.__version__} {capability} {ptx}".encode()).hexdigest()
+        if path.exists():
+            return path.read_text()
+        said = ask(ptx, capability)
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(said)
+        unfinished.replace(path)
+        return said
+
+    resources.ptxas_report = sass.ptxas_report = report
 
 
 def run_script(module: str) -> Any:
@@ -179,6 +203,7 @@ def _serve() -> None:
     os.dup2(2, 1)
     from fusedops.inspection.offline import capture_launches, compile_launch
 
+    remember_ptxas()
     cases = all_cases()
     for line in sys.stdin:
         request = json.loads(line)

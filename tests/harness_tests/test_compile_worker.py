@@ -40,3 +40,19 @@ def test_a_worker_tells_what_is_loaded_and_stored(worker):
 
 def test_cases_are_named_by_their_family():
     assert "norm/forward_many_rows_a_program_64_float16" in all_cases()
+
+
+def test_what_ptxas_said_is_not_asked_again(monkeypatch, tmp_path):
+    from fusedops.inspection import resources, sass
+    from tests.harness import compile as harness
+
+    asked = []
+    monkeypatch.setenv("FUSEDOPS_TEST_CACHE", str(tmp_path))
+    for module in (resources, sass):
+        monkeypatch.setattr(module, "ptxas_report", lambda ptx, capability: asked.append(ptx) or f"of {ptx}")
+    harness.remember_ptxas()
+    for _ in range(2):
+        assert resources.ptxas_report("one", 90) == sass.ptxas_report("one", 90) == "of one"
+    assert resources.ptxas_report("other", 90) == "of other"
+    resources.ptxas_report("one", 80)
+    assert asked == ["one", "other", "one"]

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fusedops.inspection import sass
 from fusedops.inspection.offline import Compiled, compile_launches
-from tests.harness.compile import all_cases
+from tests.harness.compile import all_cases, remember_ptxas
 
 _USUAL = ("sm_80", "sm_90", "sm_100")
 # Cases, which of their launches, and for which targets.
@@ -54,6 +54,7 @@ def report(compiled: Compiled) -> dict[str, object]:
 
 
 def main() -> None:
+    remember_ptxas()
     cases = all_cases()
     found: dict[str, object] = {
         f"{name} {target}": report(compile_launches(target, cases[case].make())[launch])
