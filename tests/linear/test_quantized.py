@@ -26,7 +26,7 @@ from fusedops.linear.tuning_quantized import (
     default_quantized_config,
     sums_in_float32,
 )
-from fusedops.runtime.backend import float8_reasons
+from fusedops.runtime.backend import HAS_TRITON, float8_reasons
 from fusedops.runtime.device import INTERPRETER, TARGETS, DeviceFacts, device_facts, pretend
 from tests.harness.errors import check_error
 from tests.harness.tensors import randn
@@ -504,6 +504,7 @@ def test_float64_on_the_torch_backend():
 # Which backend
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize(
     ("target", "dtype", "reason"),
     [
