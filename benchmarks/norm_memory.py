@@ -38,9 +38,6 @@ import fusedops  # noqa: E402
 from benchmarks.measure import markdown_table  # noqa: E402
 from fusedops.runtime import backend  # noqa: E402
 
-# Fake tensors have no values that Triton's interpreter could get wrong.
-backend.interpreter_knows_bfloat16 = True
-
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -183,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.width, options.out_features) < 1:
         parser.error("--width and --out-features must be at least 1")
+    backend.interpreter_knows_bfloat16 = True  # fake tensors have no values that it could get wrong
     try:
         results = measure(options.width, options.out_features)
     except fusedops.BackendError as error:

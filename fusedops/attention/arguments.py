@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from fusedops.attention import reference
-from fusedops.runtime.checks import check_number, check_same_device, check_tensor, wrong_type, wrong_value
+from fusedops.runtime.checks import check_bool, check_number, check_same_device, check_tensor, wrong_type, wrong_value
 from fusedops.runtime.precision import autocast_dtype
 
 Causal = bool | Literal["top_left", "bottom_right"]
@@ -55,11 +55,6 @@ def _check_mask(function: str, mask: Any, shape: Sequence[int], like: str, q: to
         wrong_value(function, "attn_mask", f"of a shape that broadcasts to {tuple(shape)}", mask)
 
 
-def _check_bool(function: str, argument: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        wrong_type(function, argument, "a bool", value)
-
-
 def check_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,7 +82,7 @@ def check_attention(
         _check_mask("attention", attn_mask, (batch, heads, seqlen_q, seqlen_k), _Q, q)
     if scale is not None:
         check_number("attention", "scale", scale)
-    _check_bool("attention", "return_lse", return_lse)
+    check_bool("attention", "return_lse", return_lse)
     if not isinstance(causal, (bool, str)):
         wrong_type("attention", "causal", 'False, True, "top_left" or "bottom_right"', causal)
     code = _CAUSAL.get(causal)
@@ -109,7 +104,7 @@ def check_scaled_dot_product_attention(
     """Raise, naming the argument, or give the leading shape that all tensors broadcast to: (…, heads)."""
     function = "scaled_dot_product_attention"
     _check_tensors(function, ("query", "key", "value"), query, key, value)
-    _check_bool(function, "enable_gqa", enable_gqa)
+    check_bool(function, "enable_gqa", enable_gqa)
     least = 3 if enable_gqa else 2
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < least:
@@ -142,7 +137,7 @@ def check_scaled_dot_product_attention(
     check_number(function, "dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         wrong_value(function, "dropout_p", "from 0 to 1", dropout_p)
-    _check_bool(function, "is_causal", is_causal)
+    check_bool(function, "is_causal", is_causal)
     if scale is not None:
         check_number(function, "scale", scale)
     return lead

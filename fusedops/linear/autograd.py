@@ -56,10 +56,10 @@ class Linear(torch.autograd.Function):
         )
         ctx.main_grad = main_grad  # not saved: others add to it before this backward does
         ctx.again = again
-        ctx.grad_dtypes = input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         transposed = weight.stride(0) == 1 and weight.stride(1) != 1
-        ctx.arguments = (activation, dropout_p, needs, *ctx.grad_dtypes, transposed, precision)
+        dtypes = input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        ctx.arguments = (activation, dropout_p, needs, *dtypes, transposed, precision)
         ctx.mark_non_differentiable(saved)
         ctx.set_materialize_grads(False)
         return output, saved

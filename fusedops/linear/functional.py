@@ -9,6 +9,7 @@ from fusedops.linear.activations import check_activation, register_activation
 from fusedops.linear.autograd import AddToMainGrad, linear_op
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import (
+    check_bool,
     check_dtype,
     check_parameter,
     check_probability,
@@ -69,11 +70,6 @@ def check_parameter_dtype(function: str, argument: str, value: torch.Tensor, inp
     return True
 
 
-def check_flag(function: str, argument: str, value: bool) -> None:
-    if value is not False and value is not True:
-        wrong_type(function, argument, "a bool", value)
-
-
 def _check_options(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -91,9 +87,9 @@ def _check_options(
     check_probability(function, "dropout_p", dropout_p)
     if out_dtype is not None:
         check_dtype(function, "out_dtype", out_dtype)
-    check_flag(function, "recompute", recompute)
+    check_bool(function, "recompute", recompute)
     check_precision(function, fp32_precision)
-    check_flag(function, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+    check_bool(function, "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
 
 
 def unsupported(input: torch.Tensor, *others: torch.Tensor | torch.dtype | None) -> list[str]:

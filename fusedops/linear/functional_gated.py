@@ -11,7 +11,7 @@ from fusedops.linear.activations import check_activation
 from fusedops.linear.autograd_gated import gated_linear_op
 from fusedops.linear.functional import cast_parameters, check_parameter_dtype
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
-from fusedops.runtime.checks import check_dtype, check_same_device, check_tensor, wrong_type, wrong_value
+from fusedops.runtime.checks import check_bool, check_dtype, check_same_device, check_tensor, wrong_value
 from fusedops.runtime.precision import autocast_dtype, check_precision, float32_precision
 
 _NAME = "gated_linear"
@@ -59,8 +59,7 @@ def check_gated_linear(
         check_activation(_NAME, activation)
     if out_dtype is not None:
         check_dtype(_NAME, "out_dtype", out_dtype)
-    if not isinstance(recompute, bool):
-        wrong_type(_NAME, "recompute", "a bool", recompute)
+    check_bool(_NAME, "recompute", recompute)
     if fp32_precision is not None:
         check_precision(_NAME, fp32_precision)
     return mixed

@@ -14,9 +14,9 @@ from fusedops.linear.autograd_quantized import (
     quantized_linear_op,
     quantized_unsupported,
 )
-from fusedops.linear.functional import check_flag
 from fusedops.runtime.backend import explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import (
+    check_bool,
     check_dtype,
     check_parameter,
     check_same_device,
@@ -189,7 +189,7 @@ def quantize_fp8(
         wrong_type("quantize_fp8", "dtype", "a torch.dtype", dtype)
     if dtype not in _FP8:
         wrong_value("quantize_fp8", "dtype", f"a float8 dtype ({_FP8_NAMES})", dtype)
-    check_flag("quantize_fp8", "per_row", per_row)
+    check_bool("quantize_fp8", "per_row", per_row)
     if per_row and not tensor.ndim:
         wrong_value("quantize_fp8", "tensor", "of at least one dimension with per_row", tensor)
     return reference.quantize_fp8(tensor.detach(), dtype, per_row)

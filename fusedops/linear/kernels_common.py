@@ -118,10 +118,14 @@ def multiply(
 
 
 def aligned(matrix: torch.Tensor) -> bool:
-    """Whether Triton can read a matrix in vectors: it specialises a launch on pointers and integers divisible by 16."""
-    if matrix.data_ptr() % 16:
+    """Whether Triton can read a matrix in vectors: it specialises a launch on pointers and integers divisible by 16.
+
+    Of several matrices, (..., rows, cols), each.
+    """
+    *apart, row_stride, col_stride = matrix.stride()
+    if matrix.data_ptr() % 16 or any(stride % 16 for stride in apart):
         return False
-    (rows, cols), (row_stride, col_stride) = matrix.shape, matrix.stride()
+    rows, cols = matrix.shape[-2:]
     return (col_stride == 1 and not (row_stride % 16 or cols % 16)) or (
         row_stride == 1 and not (col_stride % 16 or rows % 16)
     )

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
 from fusedops.linear.kernels_activations import device_functions
-from fusedops.linear.kernels_common import multiply, tile_of
+from fusedops.linear.kernels_common import aligned, multiply, tile_of
 from fusedops.linear.kernels_epilogue import quarters
 from fusedops.linear.kernels_preactivation import grad_preactivation
 from fusedops.linear.reference import keeps_output
@@ -346,19 +346,8 @@ def _config(
 ) -> GroupedConfig:
     """The configuration of a product of sizes (groups, rows, cols, depth)."""
     first = operands[0]
-    aligned = all(map(_aligned, operands))
-    itemsize = first.element_size()
     problem = GroupedProblem.of(
-        product, *sizes, itemsize=itemsize, precision=precision, equal=equal, aligned=aligned
+        product, *sizes, itemsize=first.element_size(), precision=precision, equal=equal,
+        aligned=all(map(aligned, operands)),
     )  # fmt: skip
     return resolve(problem, first.device, default_config)
-
-
-def _aligned(matrices: torch.Tensor) -> bool:
-    """Whether Triton can read each matrix in vectors: it specialises on pointers and integers divisible by 16."""
-    if matrices.data_ptr() % 16 or matrices.stride(0) % 16:
-        return False
-    (_, rows, cols), (_, row_stride, col_stride) = matrices.shape, matrices.stride()
-    return (col_stride == 1 and not (row_stride % 16 or cols % 16)) or (
-        row_stride == 1 and not (col_stride % 16 or rows % 16)
-    )

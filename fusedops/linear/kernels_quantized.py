@@ -11,6 +11,7 @@ import triton.language as tl
 from fusedops.autotune.resolve import resolve
 from fusedops.linear.kernels_activations import device_functions
 from fusedops.linear.kernels_common import tile_of
+from fusedops.linear.kernels_epilogue import epilogue
 from fusedops.linear.kernels_fp8 import along_rows
 from fusedops.linear.tuning_quantized import QuantizedProblem, default_quantized_config
 from fusedops.runtime.device import device_guard
@@ -156,31 +157,6 @@ def quantized_linear_kernel(
     tl.store(y_at, z.to(Y.dtype.element_ty), mask=in_mn)
 
 
-@triton.jit
-def sum_splits_kernel(
-    P,  # (SPLITS, M, N) float32, contiguous
-    B,  # (N,) or None
-    Y,  # (M, N), contiguous
-    N,
-    size,  # M · N
-    ACTIVATION: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Y = a(Σ P + b), the sum in the order of the splits: each program owns BLOCK elements of Y."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    p_at = P + at
-    z = tl.zeros((BLOCK,), dtype=tl.float32)
-    for _ in range(SPLITS):
-        z += tl.load(p_at, mask=at < size, other=0.0)
-        p_at += size
-    if B is not None:
-        z += tl.load(B + at % N, mask=at < size, other=0.0).to(tl.float32)
-    if ACTIVATION is not None:
-        z = ACTIVATION(z)
-    tl.store(Y + at, z.to(Y.dtype.element_ty), mask=at < size)
-
-
 def words_of(weight: torch.Tensor) -> torch.Tensor:
     """The bytes of a weight as (out_features, words) int32; copied, and padded, where rows are not whole words."""
     weight = along_rows(weight).view(torch.uint8)
@@ -240,7 +216,5 @@ def quantized_linear(
             **options(config.num_warps, config.num_stages),
         )  # fmt: skip
         if partial:
-            sum_splits_kernel[(ceil_div(M * N, 1024),)](
-                sums, b, output, N, M * N, ACTIVATION=function, SPLITS=config.splits, BLOCK=1024, **options(4)
-            )
+            epilogue(sums, b, None, None, output.view(M, N), None, activation, 0.0, False)
     return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from fusedops.linear.activations import ACTIVATIONS
 from fusedops.runtime.device import TARGETS, DeviceFacts
@@ -305,17 +305,30 @@ def prune(config: LinearConfig, problem: LinearProblem, facts: DeviceFacts) -> s
         return "the compiler specialises no warps for this device"
     if not config.prologue and not problem.derives:
         return "nothing to compute before the product"
+    unfit = tile_unfit(config, problem, facts)
+    if unfit is not None:
+        return unfit
+    if config.splits > 1 and config.splits * config.depth * 4 > problem.depth:
+        return "fewer than four steps a program"
+    return None
+
+
+def tile_unfit(config: Any, problem: Any, facts: DeviceFacts, products: int = 1) -> str | None:
+    """Why a tile does not suit a problem's sizes or the device; None: it does.
+
+    Args:
+        config, problem: of one of the family's products: a tile with ``shared_memory(problem)``, and sizes.
+        products: how many sums a thread keeps for an element of the tile.
+    """
     if config.shared_memory(problem) > facts.shared_memory:
         return f"more than {facts.shared_memory} bytes of shared memory"
     threads = config.num_warps * facts.warp_size
     if threads > 1024:
         return "more than 1024 threads a program"
-    if config.rows * config.cols > 128 * threads:
+    if products * config.rows * config.cols > 128 * threads:
         return "more than 128 sums a thread"
-    if (config.rows >= 2 * max(problem.rows, 16)) or (config.cols >= 2 * max(problem.cols, 64)):
+    if config.rows >= 2 * max(problem.rows, 16) or config.cols >= 2 * max(problem.cols, 64):
         return "more than half of the tile is padding"
-    if config.splits > 1 and config.splits * config.depth * 4 > problem.depth:
-        return "fewer than four steps a program"
     return None
 
 

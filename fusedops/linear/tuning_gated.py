@@ -186,16 +186,7 @@ def prune(config: GatedConfig, problem: GatedProblem, facts: DeviceFacts) -> str
     """Why the configuration cannot or should not serve the problem on this device; None: it can."""
     if config.kernel == "torch":
         return None if problem.torch_serves else "torch's product has another dtype or precision"
-    if config.shared_memory(problem) > facts.shared_memory:
-        return f"more than {facts.shared_memory} bytes of shared memory"
-    threads = config.num_warps * facts.warp_size
-    if threads > 1024:
-        return "more than 1024 threads a program"
-    if 2 * config.rows * config.cols > 128 * threads:
-        return "more than 128 sums a thread"
-    if (config.rows >= 2 * max(problem.rows, 16)) or (config.cols >= 2 * max(problem.cols, 64)):
-        return "more than half of the tile is padding"
-    return None
+    return tuning.tile_unfit(config, problem, facts, products=2)
 
 
 def default_config(problem: GatedProblem, facts: DeviceFacts) -> GatedConfig:

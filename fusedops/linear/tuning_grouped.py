@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fusedops.linear.tuning import table_of
+from fusedops.linear.tuning import table_of, tile_unfit
 from fusedops.runtime.device import DeviceFacts
 from fusedops.runtime.launch import ceil_div, next_power_of_2
 
@@ -174,16 +174,7 @@ DEFAULTS: dict[str, Defaults] = {
 
 def prune(config: GroupedConfig, problem: GroupedProblem, facts: DeviceFacts) -> str | None:
     """Why the configuration cannot or should not serve the problem on this device; None: it can."""
-    if config.shared_memory(problem) > facts.shared_memory:
-        return f"more than {facts.shared_memory} bytes of shared memory"
-    threads = config.num_warps * facts.warp_size
-    if threads > 1024:
-        return "more than 1024 threads a program"
-    if config.rows * config.cols > 128 * threads:
-        return "more than 128 sums a thread"
-    if config.rows >= 2 * max(problem.rows, 16) or config.cols >= 2 * max(problem.cols, 64):
-        return "more than half of the tile is padding"
-    return None
+    return tile_unfit(config, problem, facts)
 
 
 def default_config(problem: GroupedProblem, facts: DeviceFacts) -> GroupedConfig:

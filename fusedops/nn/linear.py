@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fusedops.linear.activations import check_activation
-from fusedops.linear.functional import check_flag, linear
+from fusedops.linear.functional import linear
 from fusedops.norm_linear.functional import layer_norm_linear, rms_norm_linear
-from fusedops.runtime.checks import check_number, check_probability, wrong_type, wrong_value
+from fusedops.runtime.checks import check_bool, check_number, check_probability, wrong_type, wrong_value
 
 
 class Linear(torch.nn.Linear):
@@ -56,8 +56,8 @@ class Linear(torch.nn.Linear):
         check_bias("Linear", bias)
         check_activation("Linear", activation)
         check_probability("Linear", "dropout", dropout)
-        check_flag("Linear", "recompute", recompute)
-        check_flag("Linear", "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+        check_bool("Linear", "recompute", recompute)
+        check_bool("Linear", "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.dropout = dropout

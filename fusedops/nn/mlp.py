@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 
 from fusedops.linear.activations import ACTIVATIONS, check_activation
-from fusedops.linear.functional import check_flag, linear
+from fusedops.linear.functional import linear
 from fusedops.linear.functional_gated import gated_linear
 from fusedops.nn.linear import check_bias
-from fusedops.runtime.checks import check_probability, wrong_type, wrong_value
+from fusedops.runtime.checks import check_bool, check_probability, wrong_type, wrong_value
 
 # A parameter is a fake tensor while a graph is traced from the module.
 _PLAIN = (torch.nn.Parameter, torch.Tensor, FakeTensor)
@@ -78,7 +78,7 @@ class _Gated(torch.nn.Module):
         _check_sizes(type(self).__name__, in_features=in_features, hidden_features=hidden_features)
         check_bias(type(self).__name__, bias)
         check_activation(type(self).__name__, activation)
-        check_flag(type(self).__name__, "packed", packed)
+        check_bool(type(self).__name__, "packed", packed)
         super().__init__()
         self.in_features = in_features
         self.activation = activation

@@ -12,6 +12,7 @@ from fusedops.norm import reference
 from fusedops.norm.autograd import group_norm_op, norm_op
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import (
+    check_bool,
     check_dtype,
     check_number,
     check_parameter,
@@ -61,8 +62,7 @@ def _check_shape(function: str, input: torch.Tensor, normalized_shape: int | Seq
 def _check_options(function: str, out_dtype: torch.dtype | None, recompute: bool) -> None:
     if out_dtype is not None:
         check_dtype(function, "out_dtype", out_dtype)
-    if recompute is not False and recompute is not True:
-        wrong_type(function, "recompute", "a bool", recompute)
+    check_bool(function, "recompute", recompute)
 
 
 def _check_layer_norm(  # type: ignore[no-untyped-def]

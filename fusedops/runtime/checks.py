@@ -73,6 +73,12 @@ def check_number(function: str, argument: str, value: Any) -> None:
     wrong_type(function, argument, "a number", value)
 
 
+def check_bool(function: str, argument: str, value: Any) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        wrong_type(function, argument, "a bool", value)
+
+
 def check_probability(function: str, argument: str, value: Any) -> None:
     """A number from 0 to 1."""
     check_number(function, argument, value)

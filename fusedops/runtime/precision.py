@@ -81,4 +81,4 @@ def input_precision(tensor: torch.Tensor, allow_tf32: bool | None = None) -> str
     """
     if allow_tf32 is None:
         allow_tf32 = tf32_allowed(tensor)
-    return "tf32" if allow_tf32 and device_facts(tensor.device).capability >= 80 else "ieee"
+    return dot_precision(tensor, "tf32" if allow_tf32 else "ieee")
