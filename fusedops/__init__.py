@@ -1,7 +1,9 @@
 """fusedops: fused GPU operators for PyTorch, written in Triton."""
 
 from fusedops import nn
-from fusedops.attention.functional import attention, scaled_dot_product_attention
+from fusedops.attention.block_mask import BlockMask
+from fusedops.attention.functional import attention, attention_varlen, scaled_dot_product_attention
+from fusedops.attention.modifiers import MaskMod, ScoreMod
 from fusedops.linear.functional import linear
 from fusedops.linear.functional_gated import gated_linear
 from fusedops.linear.functional_grouped import batched_linear, grouped_linear
@@ -21,12 +23,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
+    "BlockMask",
     "FallbackWarning",
+    "MaskMod",
     "PatchError",
     "PatchReport",
+    "ScoreMod",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "attention_varlen",
     "backend",
     "batched_linear",
     "dequantize_weight",

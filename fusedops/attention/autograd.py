@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fusedops.attention import reference
-from fusedops.attention.reference import Gradients, compute_dtype, empty_gradients, empty_heads
+from fusedops.attention.options import SCHEMA, Gradients, Needs, Options, empty_gradients, empty_heads
+from fusedops.attention.reference import compute_dtype
 from fusedops.runtime.backend import can_launch
 from fusedops.runtime.library import below_autograd, first_order_only, register
 
@@ -18,22 +19,19 @@ class Attention(torch.autograd.Function):
     """Saves the inputs, the output and two numbers a row; never the scores."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        causal: int,
-        scale: float,
-        allow_tf32: bool,
-    ) -> _Outputs:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Outputs:
         with below_autograd():
-            out, lse, statistics = attention_op(q, k, v, attn_mask, causal, scale, allow_tf32)
-        need_q, need_k, _, need_mask = ctx.needs_input_grad[:4]
-        through_scores = need_q or need_k or need_mask
-        ctx.save_for_backward(q, k, v, attn_mask, out if through_scores else None, statistics)
-        ctx.arguments = (causal, scale, allow_tf32)
+            out, lse, statistics = attention_op(q, k, v, *options)
+        given = Options(*options)
+        # q, k, v, attn_mask, alibi_slopes, sinks: the options begin with the last three.
+        needs = Needs(*ctx.needs_input_grad[:6])
+        saved = out if any(needs._replace(v=False)) else None
+        lists = (given.sequences, given.blocks, given.score_args, given.mask_args)
+        tensors = (*options[:4], *(tensor for part in lists for tensor in part))
+        ctx.save_for_backward(q, k, v, saved, statistics, *tensors)
+        ctx.lengths = tuple(map(len, lists))
+        ctx.numbers = options[8:]
+        ctx.needs = needs
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return out, lse, statistics
@@ -41,44 +39,32 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _: Any) -> Any:
+        nothing = (None,) * (3 + len(Options._fields))
         if grad_output is None and grad_lse is None:
-            return (None,) * 7
-        q, k, v, attn_mask, out, statistics = ctx.saved_tensors
+            return nothing
+        q, k, v, out, statistics, *tensors = ctx.saved_tensors
         if grad_output is None:
             grad_output = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-        needs = ctx.needs_input_grad[:4]
+        lists, at = [], 4
+        for length in ctx.lengths:
+            lists.append(tensors[at : at + length])
+            at += length
         grads = attention_backward_op(
-            grad_output, grad_lse, q, k, v, attn_mask, out, statistics, *ctx.arguments, *needs
+            grad_output, grad_lse, q, k, v, out, statistics, *tensors[:4], *lists, *ctx.numbers, list(ctx.needs)
         )
-        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None, None
+        return *(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)), *nothing[6:]
 
 
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    causal: int,
-    scale: float,
-    allow_tf32: bool,
-) -> _Outputs:
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Outputs:
     if can_launch(q):
         from fusedops.attention.kernels_forward import attention_forward
 
-        return attention_forward(q, k, v, attn_mask, causal, scale, allow_tf32)
-    out, lse, statistics = reference.attention(q, k, v, attn_mask, causal, scale)
+        return attention_forward(q, k, v, Options(*options))
+    out, lse, statistics = reference.attention(q, k, v, Options(*options))
     return empty_heads(q, out.shape).copy_(out), lse, statistics
 
 
-def _attention_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    causal: int,
-    scale: float,
-    allow_tf32: bool,
-) -> _Outputs:
+def _attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Outputs:
     rows = q.shape[:3]
     compute = compute_dtype(q.dtype)
     return (
@@ -94,25 +80,19 @@ def _attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
     out: torch.Tensor | None,
     statistics: torch.Tensor,
-    causal: int,
-    scale: float,
-    allow_tf32: bool,
-    need_q: bool,
-    need_k: bool,
-    need_v: bool,
-    need_mask: bool,
+    *rest: Any,
 ) -> Gradients:
-    needs = (need_q, need_k, need_v, need_mask)
-    arguments = (grad_output, grad_lse, q, k, v, attn_mask, out, statistics, causal, scale)
+    *given, needs = rest
+    options = Options(*given)
     if can_launch(q):
         from fusedops.attention.kernels_backward import attention_backward
 
-        return attention_backward(*arguments, allow_tf32, needs)
-    grads = empty_gradients(q, k, v, attn_mask, needs)
-    for grad, need, value in zip(grads, needs, reference.attention_backward(*arguments), strict=True):
+        return attention_backward(grad_output, grad_lse, q, k, v, out, statistics, options, Needs(*needs))
+    grads = empty_gradients(q, k, v, options, needs)
+    values = reference.attention_backward(grad_output, grad_lse, q, k, v, options)
+    for grad, need, value in zip(grads, needs, values, strict=True):
         if need and value is not None:
             grad.copy_(value)
     return grads
@@ -124,33 +104,30 @@ def _attention_backward_fake(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
     out: torch.Tensor | None,
     statistics: torch.Tensor,
-    causal: int,
-    scale: float,
-    allow_tf32: bool,
-    need_q: bool,
-    need_k: bool,
-    need_v: bool,
-    need_mask: bool,
+    *rest: Any,
 ) -> Gradients:
-    return empty_gradients(q, k, v, attn_mask, (need_q, need_k, need_v, need_mask))
+    *options, needs = rest
+    return empty_gradients(q, k, v, Options(*options), needs)
 
 
-# causal: 0 no, 1 top left, 2 bottom right. attn_mask has four dimensions.
+def gradient_asked(*tensors: torch.Tensor | None) -> bool:
+    """Whether a backward of the operator will be asked for one of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+# q, k, v: four dimensions (batch, heads, length, size). The options: fusedops.attention.options.Options.
 attention_op = register(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, int causal, float scale, bool allow_tf32)"
-    " -> (Tensor out, Tensor lse, Tensor statistics)",
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse, Tensor statistics)",
     kernel=_attention,
     fake=_attention_fake,
     function=Attention,
 )
 # An unwanted gradient comes back as an empty tensor of shape (0,): a library op returns tensors only.
 attention_backward_op = register(
-    "attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? attn_mask,"
-    " Tensor? out, Tensor statistics, int causal, float scale, bool allow_tf32,"
-    " bool need_q, bool need_k, bool need_v, bool need_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? out,"
+    f" Tensor statistics, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernel=_attention_backward,
     fake=_attention_backward_fake,
 )

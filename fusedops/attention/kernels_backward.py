@@ -1,12 +1,15 @@
 """The backward pass of attention: FlashAttention-2 (Dao 2023, algorithm 2) in Triton, and its launcher.
 
-With P = softmax(s) and out = P v, the gradients are (Dao 2023, section 2.3.2)::
+With P = softmax(s), a row's sink among its logits, Z = keep / (1 - p) of dropout (1 without) and out = (P ∘ Z) v, the
+gradients are (Dao 2023, section 2.3.2; Dao et al. 2022, appendix B.4)::
 
-    dv_j = Σ_i P_ij do_i
-    dS_ij = P_ij (do_i · v_j - delta_i),   delta_i = do_i · out_i - dlse_i
-    dq_i = scale Σ_j dS_ij k_j
-    dk_j = scale Σ_i dS_ij q_i
+    dv_j = Σ_i P_ij Z_ij do_i
+    dS_ij = P_ij (Z_ij do_i · v_j - delta_i),   delta_i = do_i · out_i - dlse_i
+    dq_i = scale Σ_j dS'_ij k_j                 dS' = dS through score_mod and softcap
+    dk_j = scale Σ_i dS'_ij q_i
     dmask = dS, summed over what the mask was broadcast to (kernels_backward_mask)
+    dslope_h = -Σ_ij dS_ij |j - i - shift|
+    dsink_h = -Σ_i exp(sink_h - lse_i) delta_i
 
 The term dlse is the gradient of lse, as ∂lse_i/∂s_ij = P_ij. P is computed again, tile by tile. Each gradient has
 programs of its own that sum in a fixed order, without atomics: the result is the same to the bit on every run.
@@ -18,27 +21,34 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops.attention.kernels_backward_joint import backward_joint_kernel
 from fusedops.attention.kernels_backward_kv import backward_kv_kernel
 from fusedops.attention.kernels_backward_mask import mask_gradient
 from fusedops.attention.kernels_backward_q import backward_q_kernel
-from fusedops.attention.kernels_tiles import head_of, load_rows
+from fusedops.attention.kernels_tiles import bounds_of, exponential, head_of, load_rows
 from fusedops.attention.operands import Operands, strides_of, unit_stride
-from fusedops.attention.reference import Gradients, empty_gradients
-from fusedops.runtime.device import device_guard
-from fusedops.runtime.launch import ceil_div, next_power_of_2, options
+from fusedops.attention.options import Gradients, Needs, Options, empty_gradients
+from fusedops.runtime.device import device_facts, device_guard
+from fusedops.runtime.launch import ceil_div, next_power_of_2
+from fusedops.runtime.launch import options as launch_options
 
 
 @triton.jit(do_not_specialize=["heads", "seqlen_q"])
 def delta_kernel(
     OUT,  # (batch, heads, seqlen_q, D_V)
     DO,  # as OUT
-    DLSE,  # (batch, heads, seqlen_q) float32, contiguous
+    DLSE,  # (batch, heads, seqlen_q) float32, contiguous; or None
     DELTA,  # as DLSE
+    SINKS,  # (heads,), or None where their gradient is not wanted
+    TOP,  # as DLSE
+    TOTAL,  # as DLSE
+    DSINKS,  # (batch, heads, tiles): each program's part
     out_strides,
     do_strides,
     heads,
     seqlen_q,
-    HAS_DLSE: tl.constexpr,
+    sink_scale,
+    NATURAL: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -56,9 +66,36 @@ def delta_kernel(
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), axis=1)
     rows = first + tl.arange(0, BLOCK_M)
     at = pair.to(tl.int64) * seqlen_q + rows
-    if HAS_DLSE:
+    if DLSE is not None:
         delta -= tl.load(DLSE + at, mask=rows < seqlen_q, other=0.0)
     tl.store(DELTA + at, delta, mask=rows < seqlen_q)
+    if SINKS is not None:
+        top = tl.load(TOP + at, mask=rows < seqlen_q, other=0.0)
+        total = tl.load(TOTAL + at, mask=rows < seqlen_q, other=0.0)
+        sink = tl.load(SINKS + head).to(tl.float32) * sink_scale
+        share = tl.where(total == 0.0, 0.0, exponential(sink - top, NATURAL) / tl.where(total == 0.0, 1.0, total))
+        tl.store(DSINKS + tl.program_id(0), -tl.sum(share * delta))
+
+
+@triton.jit(do_not_specialize=["heads", "count", "total"])
+def sum_of_sequences_kernel(
+    ROWS,  # (heads, total) float32, contiguous
+    SUMS,  # (count, heads) float32, contiguous
+    starts,
+    heads,
+    count,
+    total,
+    BLOCK: tl.constexpr,
+):
+    """Sums over each packed sequence. A program owns one sequence of one head."""
+    sequence = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    begin, length = bounds_of(starts, sequence, count, total)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, length, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        acc += tl.load(ROWS + head.to(tl.int64) * total + begin + rows, mask=rows < length, other=0.0)
+    tl.store(SUMS + tl.program_id(0), tl.sum(acc))
 
 
 def attention_backward(
@@ -67,55 +104,117 @@ def attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
     out: torch.Tensor | None,
     statistics: torch.Tensor,
-    causal: int,
-    scale: float,
-    allow_tf32: bool,
-    needs: tuple[bool, bool, bool, bool],
+    options: Options,
+    needs: Needs,
 ) -> Gradients:
-    """Gradients of (q, k, v, attn_mask), each in its tensor's dtype; one that is not needed has shape (0,).
+    """Gradients, each in its tensor's dtype; one that is not wanted has shape (0,).
 
-    Arguments as :func:`fusedops.attention.reference.attention_backward`; ``allow_tf32``: float32 operands of products
-    may be rounded to TF32.
+    ``out`` may be None where v's gradient alone is wanted.
     """
-    need_dq, need_dk, need_dv, need_dmask = needs
-    dq, dk, dv, dmask = empty_gradients(q, k, v, attn_mask, needs)
-    if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), dmask.zero_()
-    operands = Operands.of(q, k, v, attn_mask, causal, scale, allow_tf32)
-    batch, heads, seqlen_q, _ = q.shape
-    _, kv_heads, seqlen_k, d_v = v.shape
+    grads = empty_gradients(q, k, v, options, needs)
+    if q.numel() == 0:
+        for grad in grads:
+            grad.zero_()
+        return grads
+    operands = Operands.of(q, k, v, options)
     do = unit_stride(grad_output)
     top, total = statistics
-    delta = top  # stands in where dv alone is needed, which does not read it
+    delta = top  # stands in where dv alone is wanted, which does not read it
     with device_guard(q):
-        if need_dq or need_dk or need_dmask:
+        if needs.q or needs.k or needs.attn_mask or needs.alibi_slopes or needs.sinks:
             assert out is not None
-            delta = torch.empty_like(top)
-            o = unit_stride(out)
-            dlse = None if grad_lse is None else grad_lse.contiguous()
-            block_dv = max(16, next_power_of_2(d_v))
-            block_m = min(128, 8192 // block_dv)
-            delta_kernel[(ceil_div(seqlen_q, block_m) * batch * heads,)](
-                o, do, dlse, delta, strides_of(o), strides_of(do), heads, seqlen_q,
-                HAS_DLSE=dlse is not None, D_V=d_v, BLOCK_DV=block_dv, BLOCK_M=block_m, **options(4),
+            sinks = grads.sinks if needs.sinks else None
+            delta = _delta(unit_stride(out), do, grad_lse, top, total, operands, sinks)
+        inputs = (operands.q, operands.k, operands.v, do, top, total, delta)
+        slope_rows = torch.empty_like(top) if needs.alibi_slopes else None
+        _launch(operands, inputs, grads, slope_rows, needs)
+        if needs.attn_mask:
+            mask_gradient(grads.attn_mask, operands, *inputs[3:])
+        if slope_rows is not None:
+            grads.alibi_slopes.copy_(_sums(slope_rows, operands).sum_to_size(grads.alibi_slopes.shape))
+    return grads
+
+
+def _delta(
+    out: torch.Tensor,
+    do: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    top: torch.Tensor,
+    total: torch.Tensor,
+    operands: Operands,
+    dsinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """delta of every query; the gradient of sinks goes to ``dsinks``."""
+    batch, heads, seqlen_q, d_v = out.shape
+    delta = torch.empty_like(top)
+    block_dv = max(16, next_power_of_2(d_v))
+    block_m = min(128, 8192 // block_dv)
+    tiles = ceil_div(seqlen_q, block_m)
+    dlse = None if grad_lse is None else grad_lse.contiguous()
+    parts = None if dsinks is None else torch.empty((batch, heads, tiles), dtype=torch.float32, device=out.device)
+    delta_kernel[(tiles * batch * heads,)](
+        out, do, dlse, delta, None if dsinks is None else operands.sinks, top, total, parts,
+        strides_of(out), strides_of(do), heads, seqlen_q, operands.unit,
+        NATURAL=operands.natural, D_V=d_v, BLOCK_DV=block_dv, BLOCK_M=block_m, **launch_options(4),
+    )  # fmt: skip
+    if dsinks is not None and parts is not None:
+        dsinks.copy_(parts.sum((0, 2)))
+    return delta
+
+
+def _launch(
+    operands: Operands,
+    inputs: tuple[torch.Tensor, ...],
+    grads: Gradients,
+    slope_rows: torch.Tensor | None,
+    needs: Needs,
+) -> None:
+    """The gradients of keys and values, and of queries: side by side where neither fills the device."""
+    dq, dk, dv = (grad if need else None for grad, need in zip(grads[:3], needs[:3], strict=True))
+    strides = (*operands.strides, strides_of(inputs[3]))
+    common = (operands.terms, operands.dropout, *operands.starts)
+    of_q, of_k, of_v = (grad if grad.dim() == 4 else operands.q for grad in grads[:3])
+    grouped = operands.q.shape[1] != operands.k.shape[1]
+    scales = (operands.scale, operands.softcap, operands.options.scale)
+    for_keys = (dk is not None or dv is not None) and operands.k.shape[2] > 0
+    for_queries = dq is not None or slope_rows is not None
+    if for_keys and for_queries:
+        config = operands.config("backward_kv")
+        programs_k, programs_q = operands.programs("k", config.block_n), operands.programs("q", config.block_m)
+        if programs_k + programs_q <= device_facts(operands.q.device).multiprocessor_count:
+            backward_joint_kernel[(programs_k + programs_q,)](
+                *inputs, dq, dk, dv, slope_rows, *strides, strides_of(of_q), strides_of(of_k), strides_of(of_v),
+                *common, operands.lists("keys"), operands.lists("queries"), *operands.sizes,
+                operands.section("q"), operands.section("k"), programs_k, *scales,
+                GROUPED=grouped, **operands.flags("backward_kv", config),
             )  # fmt: skip
-        inputs = (operands.q, operands.k, operands.v, operands.mask, do, top, total, delta)
-        strides = (*operands.strides, strides_of(do))
-        sizes = (*operands.sizes, operands.scale, float(scale))
-        if need_dk or need_dv:
-            config = operands.config("backward_kv")
-            backward_kv_kernel[(ceil_div(seqlen_k, config.block_n) * batch * kv_heads,)](
-                *inputs, dk, dv, *strides, strides_of(dk), strides_of(dv), *sizes,
-                NEED_DK=need_dk, NEED_DV=need_dv, GROUPED=heads != kv_heads, **operands.flags("backward_kv", config),
-            )  # fmt: skip
-        if need_dq:
-            config = operands.config("backward_q")
-            backward_q_kernel[(ceil_div(seqlen_q, config.block_m) * batch * heads,)](
-                *inputs, dq, *strides, strides_of(dq), *sizes, **operands.flags("backward_q", config)
-            )  # fmt: skip
-        if need_dmask:
-            mask_gradient(dmask, operands, *inputs[4:])
-    return dq, dk, dv, dmask
+            return
+    if for_keys:
+        config = operands.config("backward_kv")
+        backward_kv_kernel[(operands.programs("k", config.block_n),)](
+            *inputs, dk, dv, *strides, strides_of(of_k), strides_of(of_v), *common, operands.lists("queries"),
+            *operands.sizes, operands.section("k"), *scales,
+            GROUPED=grouped, **operands.flags("backward_kv", config),
+        )  # fmt: skip
+    if for_queries:
+        config = operands.config("backward_q")
+        backward_q_kernel[(operands.programs("q", config.block_m),)](
+            *inputs, dq, slope_rows, *strides, strides_of(of_q), *common, operands.lists("keys"),
+            *operands.sizes, operands.section("q"), *scales, **operands.flags("backward_q", config),
+        )  # fmt: skip
+
+
+def _sums(rows: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """(sequences, heads): sums of (batch, heads, seqlen_q) over each sequence's queries."""
+    starts = operands.starts[0]
+    if starts is None:
+        return rows.sum(2)
+    heads, total = rows.shape[1:]
+    sums = torch.empty((operands.count, heads), dtype=torch.float32, device=rows.device)
+    if operands.count:
+        sum_of_sequences_kernel[(operands.count * heads,)](
+            rows, sums, starts, heads, operands.count, total, BLOCK=1024, **launch_options(4)
+        )
+    return sums

@@ -1,4 +1,4 @@
-"""The gradient of attention's queries; the formulas are in kernels_backward."""
+"""The gradients of attention's queries and ALiBi slopes; the formulas are in kernels_backward."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import triton
 import triton.language as tl
 
 from fusedops.attention.kernels_tiles import (
+    band_of,
+    bounds_of,
     head_of,
+    kept,
     keys_of_queries,
+    listed,
     load_rows,
     probabilities,
     scores,
     softmax_of_row,
+    start_of,
     store_rows,
+    through_scores,
+    tile_of,
 )
 
 
 @triton.jit
 def _sum_over_keys(
     dq,  # (BLOCK_M, BLOCK_DK) float32: Σ_j dS_ij k_j over the keys seen so far
+    dslope,  # (BLOCK_M,) float32: -Σ_j dS_ij |j - i - shift|
     q,
     do,
     top,
@@ -26,74 +34,27 @@ def _sum_over_keys(
     delta,
     K,
     V,
-    MASK,
+    index,
     first,
     last,
     i,
+    row,
     k_stride,
     v_stride,
-    mask_strides,
-    seqlen_q,
-    seqlen_k,
-    shift,
+    terms,
+    dropout,
+    place,
+    shape,
+    band,
     scale,
+    softcap,
+    NEED_DQ: tl.constexpr,
+    NEED_DSLOPES: tl.constexpr,
+    NATURAL: tl.constexpr,
     EXACT: tl.constexpr,
-    MASK_KIND: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    D_K: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """The key tiles first … last."""
-    for start in range(first, last, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        k = load_rows(K, start, seqlen_k, k_stride, D_K, BLOCK_N, BLOCK_DK, EDGE)
-        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        s = scores(
-            qk, MASK, mask_strides, i[:, None], j[None, :], seqlen_q, seqlen_k, shift, scale,
-            MASK_KIND, MASK_PER_QUERY, CAUSAL, EDGE,
-        )  # fmt: skip
-        p = probabilities(s, top[:, None], weight[:, None], MASK_KIND, EXACT)
-        v = load_rows(V, start, seqlen_k, v_stride, D_V, BLOCK_N, BLOCK_DV, EDGE)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
-
-
-@triton.jit(do_not_specialize=["heads", "seqlen_q", "seqlen_k", "shift"])
-def backward_q_kernel(
-    Q,
-    K,
-    V,
-    MASK,
-    DO,
-    TOP,
-    TOTAL,
-    DELTA,
-    DQ,  # as Q
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    do_strides,
-    dq_strides,
-    heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    shift,
-    scale,
-    dq_scale,
-    EXACT: tl.constexpr,
-    MASK_KIND: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
     D_K: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_DK: tl.constexpr,
@@ -101,37 +62,160 @@ def backward_q_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILES: tl.constexpr,
+    LISTED: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
-    """dq. A program owns BLOCK_M queries of one head."""
-    blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    block = tl.program_id(0) % blocks
-    pair = tl.program_id(0) // blocks
-    if CAUSAL:
-        block = blocks - 1 - block  # the longest first, so that the last programs to finish are short
-    batch = pair // heads
-    head = pair % heads
-    first = block * BLOCK_M
+    """The key tiles first … last."""
+    STEP: tl.constexpr = 1 if LISTED else BLOCK_N
+    for step in range(first, last, STEP):
+        start = start_of(step, index, TILES, BLOCK_N, LISTED)
+        j = start + tl.arange(0, BLOCK_N)
+        k = load_rows(K, start, shape[1], k_stride, D_K, BLOCK_N, BLOCK_DK, EDGE)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s, plain, slope = scores(
+            qk, terms, place, i[:, None], j[None, :], shape, band, scale, softcap,
+            SOFTCAP, LEFT, RIGHT, EDGE, EDGE or not LISTED,
+        )  # fmt: skip
+        p = probabilities(s, top[:, None], weight[:, None], NATURAL, EXACT)
+        v = load_rows(V, start, shape[1], v_stride, D_V, BLOCK_N, BLOCK_DV, EDGE)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if dropout is not None:
+            dp = dp * kept(dropout, row, start, BLOCK_M, BLOCK_N)
+        ds = p * (dp - delta[:, None])
+        if NEED_DSLOPES:
+            dslope -= tl.sum(ds * tl.abs(j[None, :] - i[:, None] - band[2]).to(tl.float32), axis=1)
+        if NEED_DQ:
+            ds = through_scores(ds, plain, slope, terms, place, i[:, None], j[None, :], shape, SOFTCAP)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, dslope
+
+
+@triton.jit
+def gradient_of_queries(
+    program,
+    programs,
+    Q,
+    K,
+    V,
+    DO,
+    TOP,
+    TOTAL,
+    DELTA,
+    DQ,  # as Q; None where it is not wanted
+    DSLOPES,  # as TOP: each query's part; None where it is not wanted
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    dq_strides,
+    terms,
+    dropout,
+    starts_q,
+    starts_k,
+    lists,
+    heads,
+    group,
+    count,
+    seqlen_q,
+    seqlen_k,
+    align,
+    left,
+    right,
+    section,
+    scale,
+    softcap,
+    dq_scale,
+    NATURAL: tl.constexpr,
+    EXACT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    D_K: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What one program does, which owns BLOCK_M queries of one head."""
+    NEED_DQ: tl.constexpr = DQ is not None
+    NEED_DSLOPES: tl.constexpr = DSLOPES is not None
+    batch, sequence, head, first, begin, length = tile_of(
+        program, programs, starts_q, count, heads, seqlen_q, section, RIGHT, BLOCK_M
+    )
     i = first + tl.arange(0, BLOCK_M)
-    q = load_rows(head_of(Q, batch, head, q_strides), first, seqlen_q, q_strides[2], D_K, BLOCK_M, BLOCK_DK, True)
-    do = load_rows(head_of(DO, batch, head, do_strides), first, seqlen_q, do_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
+    q_head = head_of(Q, batch, head, q_strides) + begin.to(tl.int64) * q_strides[2]
+    do_head = head_of(DO, batch, head, do_strides) + begin.to(tl.int64) * do_strides[2]
     k_head = head_of(K, batch, head // group, k_strides)
     v_head = head_of(V, batch, head // group, v_strides)
-    mask_head = head_of(MASK, batch, head, mask_strides)
-    statistics = pair.to(tl.int64) * seqlen_q
-    top, weight = softmax_of_row(TOP + statistics, TOTAL + statistics, i, seqlen_q, MASK_KIND, EXACT)
-    delta = tl.load(DELTA + statistics + i, mask=i < seqlen_q, other=0.0)
+    keys = seqlen_k
+    if starts_k is not None:
+        begin_k, keys = bounds_of(starts_k, sequence, count, seqlen_k)
+        k_head += begin_k.to(tl.int64) * k_strides[2]
+        v_head += begin_k.to(tl.int64) * v_strides[2]
+        keys = tl.where((sequence < count) & (first < length), keys, 0)
+    q = load_rows(q_head, first, length, q_strides[2], D_K, BLOCK_M, BLOCK_DK, True)
+    do = load_rows(do_head, first, length, do_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
+    row = (batch.to(tl.int64) * heads + head) * seqlen_q + begin
+    top, weight = softmax_of_row(TOP + row, TOTAL + row, i, length, EXACT)
+    delta = tl.load(DELTA + row + i, mask=i < length, other=0.0)
+    low, high, shift = band_of(length, keys, align, left, right)
 
     dq = tl.zeros((BLOCK_M, BLOCK_DK), tl.float32)
-    whole, end = keys_of_queries(first, seqlen_k, shift, CAUSAL, BLOCK_M, BLOCK_N)
-    dq = _sum_over_keys(
-        dq, q, do, top, weight, delta, k_head, v_head, mask_head, 0, whole,
-        i, k_strides[2], v_strides[2], mask_strides, seqlen_q, seqlen_k, shift, scale,
-        EXACT, MASK_KIND, MASK_PER_QUERY, CAUSAL, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION, EDGE=False,
+    dslope = tl.zeros((BLOCK_M,), tl.float32)
+    TILES: tl.constexpr = BLOCK // BLOCK_N
+    LISTED: tl.constexpr = lists is not None
+    index = k_head
+    if LISTED:
+        index, partly, wholly = listed(lists, sequence, head, first // BLOCK)
+        edge, end = partly * 0, partly * TILES
+        inner, whole = end, (partly + wholly) * TILES
+    else:
+        near, inner, whole, end = keys_of_queries(first, keys, low, high, LEFT, RIGHT, BLOCK_M, BLOCK_N)
+        edge = whole
+        if LEFT:
+            edge = tl.maximum(whole, inner)
+            dq, dslope = _sum_over_keys(
+                dq, dslope, q, do, top, weight, delta, k_head, v_head, index, near, tl.minimum(inner, end),
+                i, row + first, k_strides[2], v_strides[2], terms, dropout, (sequence, head), (length, keys),
+                (low, high, shift), scale, softcap, NEED_DQ, NEED_DSLOPES, NATURAL, EXACT, SOFTCAP, LEFT, RIGHT,
+                D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED, EDGE=True,
+            )  # fmt: skip
+    dq, dslope = _sum_over_keys(
+        dq, dslope, q, do, top, weight, delta, k_head, v_head, index, inner, whole,
+        i, row + first, k_strides[2], v_strides[2], terms, dropout, (sequence, head), (length, keys),
+        (low, high, shift), scale, softcap, NEED_DQ, NEED_DSLOPES, NATURAL, EXACT, SOFTCAP, LEFT, RIGHT,
+        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED, EDGE=False,
     )  # fmt: skip
-    dq = _sum_over_keys(
-        dq, q, do, top, weight, delta, k_head, v_head, mask_head, whole, end,
-        i, k_strides[2], v_strides[2], mask_strides, seqlen_q, seqlen_k, shift, scale,
-        EXACT, MASK_KIND, MASK_PER_QUERY, CAUSAL, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION, EDGE=True,
+    dq, dslope = _sum_over_keys(
+        dq, dslope, q, do, top, weight, delta, k_head, v_head, index, edge, end,
+        i, row + first, k_strides[2], v_strides[2], terms, dropout, (sequence, head), (length, keys),
+        (low, high, shift), scale, softcap, NEED_DQ, NEED_DSLOPES, NATURAL, EXACT, SOFTCAP, LEFT, RIGHT,
+        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED, EDGE=True,
     )  # fmt: skip
-    dq_head = head_of(DQ, batch, head, dq_strides)
-    store_rows(dq_head, dq * dq_scale, first, seqlen_q, dq_strides[2], D_K, BLOCK_M, BLOCK_DK)
+    if NEED_DQ:
+        dq_head = head_of(DQ, batch, head, dq_strides) + begin.to(tl.int64) * dq_strides[2]
+        store_rows(dq_head, dq * dq_scale, first, length, dq_strides[2], D_K, BLOCK_M, BLOCK_DK)
+    if NEED_DSLOPES:
+        tl.store(DSLOPES + row + i, dslope, mask=i < length)
+
+
+@triton.jit(do_not_specialize=["heads", "count", "seqlen_q", "seqlen_k", "align", "left", "right", "section"])
+def backward_q_kernel(
+    Q, K, V, DO, TOP, TOTAL, DELTA, DQ, DSLOPES, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    terms, dropout, starts_q, starts_k, lists,
+    heads, group, count, seqlen_q, seqlen_k, align, left, right, section, scale, softcap, dq_scale,
+    NATURAL: tl.constexpr, EXACT: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dq, and each query's part of the gradient of its head's slope; arguments as of :func:`gradient_of_queries`."""
+    gradient_of_queries(
+        tl.program_id(0), tl.num_programs(0), Q, K, V, DO, TOP, TOTAL, DELTA, DQ, DSLOPES,
+        q_strides, k_strides, v_strides, do_strides, dq_strides, terms, dropout, starts_q, starts_k, lists,
+        heads, group, count, seqlen_q, seqlen_k, align, left, right, section, scale, softcap, dq_scale,
+        NATURAL, EXACT, SOFTCAP, LEFT, RIGHT, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, BLOCK,
+    )  # fmt: skip

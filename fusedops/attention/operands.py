@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fusedops.attention.tuning import AttentionConfig, AttentionProblem, MaskKind, Pass, default_config
+from fusedops.attention.modifiers import functions_of
+from fusedops.attention.options import Options
+from fusedops.attention.tuning import BLOCK, AttentionConfig, AttentionProblem, Pass, default_config
 from fusedops.autotune.resolve import resolve
-from fusedops.runtime.launch import options
-from fusedops.runtime.precision import input_precision
+from fusedops.runtime.device import device_facts
+from fusedops.runtime.dropout import threshold_and_scale
+from fusedops.runtime.launch import ceil_div, options
+from fusedops.runtime.precision import dot_precision
 
 LOG2E = 1.4426950408889634
 
@@ -27,90 +31,207 @@ def strides_of(tensor: torch.Tensor) -> Strides:
     return tensor.stride()[:3]
 
 
+def _broadcast_strides(tensor: torch.Tensor) -> Strides:
+    """Strides, 0 where the tensor has size 1."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class Rule(NamedTuple):
+    """A user's Triton functions and the tensors that they read."""
+
+    function: Any
+    gradient: Any
+    args: tuple[torch.Tensor, ...]
+
+
+class Terms(NamedTuple):
+    """What is added to a score, and what may hide it; None for what a call does not have.
+
+    Attributes:
+        mask: attn_mask; a bool mask as uint8.
+        mask_strides: (batch, head, key), 0 where it is broadcast.
+        mask_row_stride: of queries; None where it is broadcast over them.
+        mask_shape: (queries, keys) of a mask for packed sequences, which may be longer than it.
+        slopes: ALiBi's, (batch, heads) float32 in the unit of the scores.
+        slope_strides: (batch,).
+        score_mod, mask_mod: the user's rules.
+    """
+
+    mask: torch.Tensor | None
+    mask_strides: Strides
+    mask_row_stride: int | None
+    mask_shape: tuple[int, int] | None
+    slopes: torch.Tensor | None
+    slope_strides: Strides
+    score_mod: Rule | None
+    mask_mod: Rule | None
+
+
+class Dropout(NamedTuple):
+    """One int64 seed, and what runtime.dropout.threshold_and_scale gives."""
+
+    seed: torch.Tensor
+    threshold: int
+    scale: float
+
+
+class Lists(NamedTuple):
+    """For each block of one side, the blocks of the other: how many in part, how many wholly, and which."""
+
+    blocks: torch.Tensor
+    counts: torch.Tensor
+    block_strides: Strides
+    count_strides: Strides
+
+
+_NO_TERMS = Terms(None, (0, 0, 0), None, None, None, (0,), None, None)
+_LARGEST_BAND = 1 << 30
+
+
+def _rule(name: str, args: Any) -> Rule | None:
+    if not name:
+        return None
+    functions = functions_of(name)
+    return Rule(functions.function, functions.gradient, tuple(args))
+
+
 @dataclass(frozen=True, slots=True)
 class Operands:
     """The inputs of one call of attention, as kernels take them.
 
     Attributes:
         q, k, v: (batch, heads, length, size) with unit stride in the last dimension.
-        mask: (1 or batch, 1 or heads, 1 or seqlen_q, 1 or seqlen_k); a bool mask as uint8; without a mask, ``q``
-            stands in, which is not read.
-        mask_kind: what ``mask`` is.
-        mask_strides: stride 0 where the mask is broadcast.
-        shift: query i sees keys j ≤ i + shift, where ``causal``.
-        scale: factor of q·k, in the unit that kernels_tiles describes.
+        options: the call's.
+        terms, dropout, sinks, starts: as the kernels take them.
+        scale, softcap: so that a score is ``scale · q·k``, or ``softcap · tanh(scale · q·k)``, in the kernels' unit.
+        unit: that unit, of scores in base e: log₂e, or 1 where the kernels compute in base e.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    mask: torch.Tensor
-    mask_kind: MaskKind
-    mask_strides: Strides
-    causal: bool
-    shift: int
+    options: Options
+    terms: Terms
+    dropout: Dropout | None
+    left: int | None
+    right: int | None
     scale: float
+    softcap: float
+    unit: float
     precision: str
 
     @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: int,
-        scale: float,
-        allow_tf32: bool,
-    ) -> Operands:
-        kind: MaskKind = "none"
-        mask_strides: Strides = (0, 0, 0, 0)
-        if mask is not None:
-            kind = "bool" if mask.dtype == torch.bool else "float"
-            mask_strides = tuple(
-                0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
-            )
-            if kind == "bool":
-                mask = mask.view(torch.uint8)
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Operands:
+        natural = options.float_mask or options.score_mod != ""
+        unit = 1.0 if natural else LOG2E
+        softcap, scale = options.softcap, options.scale
+        # A limit that no pair of positions passes is none.
+        most = min(q.shape[2] + k.shape[2], _LARGEST_BAND)
+        left = None if options.left is None or options.left >= most else options.left
+        right = None if options.right is None or options.right >= most else options.right
+        dropout = None
+        if options.seed is not None:
+            dropout = Dropout(options.seed, *threshold_and_scale(options.dropout_p))
         return cls(
             unit_stride(q),
             unit_stride(k),
             unit_stride(v),
-            q if mask is None else mask,
-            kind,
-            mask_strides,
-            causal != 0,
-            k.shape[2] - q.shape[2] if causal == 2 else 0,
-            scale if kind == "float" else scale * LOG2E,
-            input_precision(q, allow_tf32),
+            options,
+            _terms(options, unit),
+            dropout,
+            left,
+            right,
+            scale / softcap if softcap else scale * unit,
+            softcap * unit,
+            unit,
+            dot_precision(q, options.precision),
         )
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """(query heads, query heads a key head, seqlen_q, seqlen_k, shift)."""
-        heads = self.q.shape[1]
-        return heads, heads // self.k.shape[1], self.q.shape[2], self.k.shape[2], self.shift
+    def sinks(self) -> torch.Tensor | None:
+        return None if self.options.sinks is None else self.options.sinks.contiguous()
 
     @property
-    def strides(self) -> tuple[Strides, Strides, Strides, Strides]:
-        return strides_of(self.q), strides_of(self.k), strides_of(self.v), self.mask_strides
+    def starts(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        sequences = self.options.sequences
+        return (sequences[0].contiguous(), sequences[1].contiguous()) if sequences else (None, None)
+
+    @property
+    def count(self) -> int:
+        """Sequences: packed ones, or the batch."""
+        return self.options.sequences[0].shape[0] - 1 if self.options.sequences else self.q.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int, int]:
+        """(query heads, query heads a key head, sequences, seqlen_q, seqlen_k, align, left, right)."""
+        heads = self.q.shape[1]
+        align = int(self.options.bottom_right)
+        return (
+            heads, heads // self.k.shape[1], self.count, self.q.shape[2], self.k.shape[2],
+            align, self.left or 0, self.right or 0,
+        )  # fmt: skip
+
+    @property
+    def strides(self) -> tuple[Strides, Strides, Strides]:
+        return strides_of(self.q), strides_of(self.k), strides_of(self.v)
+
+    def lists(self, of: Literal["keys", "queries"]) -> Lists | None:
+        """The lists of key blocks for each block of queries, or of query blocks for each block of keys."""
+        if not self.options.blocks:
+            return None
+        at = 0 if of == "keys" else 2
+        index, count = (t.contiguous() for t in self.options.blocks[at : at + 2])
+        return Lists(index, count, (*_broadcast_strides(index)[:2], index.stride(2)), _broadcast_strides(count)[:2])
+
+    def programs(self, side: Literal["q", "k"], block: int) -> int:
+        """How many programs own ``block`` rows each (kernels_tiles.tile_of)."""
+        tensor = self.q if side == "q" else self.k
+        batch, heads, length, _ = tensor.shape
+        if self.options.sequences:
+            return heads * (length // block + self.count + 1)
+        return batch * heads * ceil_div(length, block)
+
+    def section(self, side: Literal["q", "k"]) -> int:
+        """How many heads take turns (kernels_tiles.tile_of): as many as the level-2 cache holds.
+
+        1 where all tiles are as long, or where the lengths differ for another reason.
+        """
+        if self.right is None or self.options.sequences or self.options.blocks:
+            return 1
+        moving = (self.k, self.v) if side == "q" else (self.q, self.q)
+        bytes_a_head = moving[0].shape[2] * (moving[0].shape[3] + moving[1].shape[3]) * self.q.element_size()
+        shared = self.q.shape[1] // self.k.shape[1] if side == "q" else 1
+        held = device_facts(self.q.device).cache // max(bytes_a_head, 1)
+        return max(1, min(held * shared, self.q.shape[0] * (self.q if side == "q" else self.k).shape[1]))
 
     def config(self, kernel: Pass) -> AttentionConfig:
         return resolve(self.problem(kernel), self.q.device, default_config)
 
+    @property
+    def natural(self) -> bool:
+        return self.unit == 1.0
+
+    @property
+    def modified(self) -> bool:
+        """Whether more has to be done to a score, or to its weight, than to scale it."""
+        return self.terms is not _NO_TERMS or self.softcap != 0.0 or self.dropout is not None
+
     def problem(self, kernel: Pass) -> AttentionProblem:
         q, v = self.q, self.v
+        causal = self.right is not None
         return AttentionProblem.of(
-            kernel, q.shape[3], v.shape[3], q.shape[2], v.shape[2], q.element_size(), self.causal, self.mask_kind
+            kernel, q.shape[3], v.shape[3], q.shape[2], v.shape[2], q.element_size(), causal, self.modified
         )
 
     def flags(self, kernel: Pass, config: AttentionConfig) -> dict[str, Any]:
         """Compile-time arguments and launch options."""
         problem = self.problem(kernel)
+        terms = self.terms
         flags = {
-            "MASK_KIND": self.mask_kind,
-            "MASK_PER_QUERY": self.mask_strides[2] != 0,
-            "CAUSAL": self.causal,
+            "NATURAL": self.natural,
+            "SOFTCAP": self.softcap != 0.0,
+            "LEFT": self.left is not None,
+            "RIGHT": self.right is not None,
             "D_K": self.q.shape[3],
             "D_V": self.v.shape[3],
             "BLOCK_DK": problem.block_dk,
@@ -118,7 +239,39 @@ class Operands:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PRECISION": self.precision,
+            "BLOCK": BLOCK,
         }
-        if kernel != "forward":
-            flags["EXACT"] = self.mask_kind == "float" or self.q.dtype == torch.float32
+        if kernel == "forward":
+            asked = terms.mask_mod is not None and not self.options.blocks
+            added = terms.mask is not None or terms.slopes is not None or terms.score_mod is not None
+            flags["PLAIN"] = not (asked or added or self.softcap)
+        else:
+            flags["EXACT"] = self.natural or self.q.dtype == torch.float32
         return flags | options(config.num_warps, config.num_stages)
+
+
+def _terms(options: Options, unit: float) -> Terms:
+    mask, slopes = options.attn_mask, options.alibi_slopes
+    if mask is None and slopes is None and not options.score_mod and not options.mask_mod:
+        return _NO_TERMS
+    strides: Strides = (0, 0, 0, 0)
+    shape = None
+    if mask is not None:
+        strides = _broadcast_strides(mask)
+        if options.sequences:
+            # A dimension of size 1 serves every length.
+            shape = tuple(_LARGEST_BAND if size == 1 else size for size in mask.shape[2:])
+        if mask.dtype == torch.bool:
+            mask = mask.view(torch.uint8)
+    if slopes is not None:
+        slopes = (slopes.float() * unit).contiguous()
+    return Terms(
+        mask,
+        (strides[0], strides[1], strides[3]),
+        strides[2] or None,
+        shape,  # type: ignore[arg-type]
+        slopes,
+        (0,) if slopes is None else (_broadcast_strides(slopes)[0],),
+        _rule(options.score_mod, options.score_args),
+        _rule(options.mask_mod, options.mask_args),
+    )

@@ -4,47 +4,16 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
+from fusedops.attention.modifiers import functions_of
+from fusedops.attention.options import Options
+from fusedops.runtime.dropout import keep_scale
 from fusedops.runtime.precision import autocast_dtype
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-NO_CAUSAL, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
-
 _dot_product_attention = torch._C._nn.scaled_dot_product_attention  # what torch.nn.functional's is
-
-
-def empty_heads(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """An uninitialised (batch, heads, length, size) whose memory lies as (batch, length, heads, size).
-
-    So do models hold it before and after attention: their transposes and reshapes are then views.
-    """
-    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=like.dtype, device=like.device)
-
-
-def empty_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    needs: tuple[bool, bool, bool, bool],
-) -> Gradients:
-    """Uninitialised gradients of (q, k, v, attn_mask); one that is not needed has shape (0,)."""
-    need_q, need_k, need_v, need_mask = needs
-    return (
-        empty_heads(q, q.shape) if need_q else q.new_empty(0),
-        empty_heads(k, k.shape) if need_k else k.new_empty(0),
-        empty_heads(v, v.shape) if need_v else v.new_empty(0),
-        attn_mask.new_empty(attn_mask.shape) if need_mask and attn_mask is not None else q.new_empty(0),
-    )
-
-
-def causal_mask(seqlen_q: int, seqlen_k: int, causal: int, device: torch.device) -> torch.Tensor:
-    """(seqlen_q, seqlen_k) bool, True where query i sees key j: j ≤ i + shift."""
-    shift = seqlen_k - seqlen_q if causal == BOTTOM_RIGHT else 0
-    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device).tril(shift)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -57,102 +26,319 @@ def _no_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, attn_mask: torch.Tensor | None, causal: int, scale: float
-) -> torch.Tensor:
-    """scale · q·k + mask, −inf where a query does not see a key. In the dtype of q and k, heads already equal."""
-    s = scale * (q @ k.transpose(-1, -2))
-    if attn_mask is not None:
-        s = s.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else s + attn_mask.to(s.dtype)
-    if causal != NO_CAUSAL:
-        s = s.masked_fill(~causal_mask(s.shape[-2], s.shape[-1], causal, s.device), float("-inf"))
-    return s
-
-
 def _shared(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Keys or values as each query head reads them: query head h reads head h // group."""
     return x if x.shape[1] in (heads, 0) else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+class _Grid(NamedTuple):
+    """Where each score lies: index tensors that broadcast to (batch, heads, seqlen_q, seqlen_k).
+
+    Attributes:
+        batch, head, i, j: the indices.
+        shift: the diagonal is j = i + shift; a number, or (batch, 1, 1, 1).
+        inside: False beyond the ends of packed sequences; None: all are inside.
+        keep: 1 / (1 - p) where dropout keeps a weight, else 0; None: no dropout.
+    """
+
+    batch: torch.Tensor
+    head: torch.Tensor
+    i: torch.Tensor
+    j: torch.Tensor
+    shift: int | torch.Tensor
+    inside: torch.Tensor | None
+    keep: torch.Tensor | None
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, options: Options, packing: _Packing | None) -> _Grid:
+        batch, heads, seqlen_q, _ = q.shape
+        seqlen_k = k.shape[2]
+        b, h, i, j = (
+            torch.arange(size, device=q.device).view([-1 if dim == at else 1 for dim in range(4)])
+            for at, size in enumerate((batch, heads, seqlen_q, seqlen_k))
+        )
+        shift: int | torch.Tensor = 0
+        inside = keep = None
+        if packing is not None:
+            lengths_q, lengths_k = (n.view(-1, 1, 1, 1) for n in (packing.q.lengths, packing.k.lengths))
+            inside = (i < lengths_q) & (j < lengths_k)
+        if options.bottom_right:
+            shift = seqlen_k - seqlen_q if packing is None else lengths_k - lengths_q
+        if options.seed is not None:
+            rows = batch * heads * seqlen_q if packing is None else heads * packing.q.total
+            keep = keep_scale(options.seed, rows, seqlen_k, options.dropout_p)
+            if packing is None:
+                keep = keep.view(batch, heads, seqlen_q, seqlen_k)
+            else:
+                keep = keep.view(heads, packing.q.total, seqlen_k)[:, packing.q.tokens].transpose(0, 1)
+        return cls(b, h, i, j, shift, inside, keep)
+
+    def seen(self, options: Options) -> torch.Tensor | None:
+        """True where a query may see a key, by all but an additive mask; None: everywhere."""
+        terms = [] if self.inside is None else [self.inside]
+        if options.left is not None:
+            terms.append(self.j >= self.i + self.shift - options.left)
+        if options.right is not None:
+            terms.append(self.j <= self.i + self.shift + options.right)
+        if options.attn_mask is not None and not options.float_mask:
+            terms.append(options.attn_mask)
+        if options.mask_mod:
+            definition = functions_of(options.mask_mod).definition
+            assert definition is not None
+            terms.append(definition(self.batch, self.head, self.i, self.j, *options.mask_args))
+        seen = None
+        for term in terms:
+            seen = term if seen is None else seen & term
+        return seen
+
+    def distance(self) -> torch.Tensor:
+        """|j - i - shift|, from the diagonal."""
+        return (self.j - self.i - self.shift).abs()
+
+
+class _Scores(NamedTuple):
+    """Scores and what led to them, for a backward: (batch, heads, seqlen_q, seqlen_k).
+
+    Attributes:
+        tanh: of scale · q·k / softcap; None without a softcap.
+        plain: what score_mod took.
+        final: −inf where a query does not see a key.
+    """
+
+    tanh: torch.Tensor | None
+    plain: torch.Tensor
+    final: torch.Tensor
+
+
+def _modified(plain: torch.Tensor, grid: _Grid, options: Options) -> torch.Tensor:
+    if not options.score_mod:
+        return plain
+    definition = functions_of(options.score_mod).definition
+    assert definition is not None
+    return definition(plain, grid.batch, grid.head, grid.i, grid.j, *options.score_args)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, grid: _Grid, options: Options) -> _Scores:
+    """In the dtype of q and k, whose heads are equal in number."""
+    s = options.scale * (q @ k.transpose(-1, -2))
+    tanh = None
+    if options.softcap:
+        tanh = torch.tanh(s / options.softcap)
+        s = options.softcap * tanh
+    final = _modified(s, grid, options)
+    if options.float_mask:
+        assert options.attn_mask is not None
+        final = final + options.attn_mask.to(s.dtype)
+    if options.alibi_slopes is not None:
+        final = final - options.alibi_slopes.to(s.dtype)[:, :, None, None] * grid.distance()
+    seen = grid.seen(options)
+    if seen is not None:
+        final = final.masked_fill(~seen, float("-inf"))
+    return _Scores(tanh, s, final)
+
+
+class _Side(NamedTuple):
+    """Packed sequences of queries, or of keys.
+
+    Attributes:
+        total: tokens, those past the last sequence included.
+        lengths: (sequences,).
+        tokens: (sequences, longest): which token each place of a padded sequence holds; any one past its end.
+        sequence, place: (total,): the padded place of each token.
+        packed: (total, 1): False for a token past the last sequence.
+    """
+
+    total: int
+    lengths: torch.Tensor
+    tokens: torch.Tensor
+    sequence: torch.Tensor
+    place: torch.Tensor
+    packed: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, total: int, longest: int) -> _Side:
+        starts = starts.long()
+        lengths = starts[1:] - starts[:-1]
+        places = torch.arange(longest, device=starts.device)
+        tokens = (starts[:-1, None] + places).clamp(max=max(total - 1, 0))
+        each = torch.arange(total, device=starts.device)
+        sequence = torch.bucketize(each, starts[1:].contiguous(), right=True).clamp(max=max(lengths.numel() - 1, 0))
+        place = (each - starts[sequence]).clamp(0, max(longest - 1, 0))
+        return cls(total, lengths, tokens, sequence, place, (each < starts[-1])[:, None])
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """(1, heads, total, size) as (sequences, heads, longest, size)."""
+        if self.total == 0:
+            return x.new_zeros(self.tokens.shape[0], x.shape[1], self.tokens.shape[1], x.shape[3])
+        return x[0].transpose(0, 1)[self.tokens].transpose(1, 2)
+
+    def unpad(self, x: torch.Tensor, beyond: float = 0.0) -> torch.Tensor:
+        """The way back; tokens past the last sequence get ``beyond``."""
+        if 0 in self.tokens.shape:
+            return x.new_full((1, x.shape[1], self.total, x.shape[3]), beyond)
+        rows = x.transpose(1, 2)[self.sequence, self.place]
+        return rows.masked_fill(~self.packed[..., None], beyond).transpose(0, 1)[None]
+
+
+class _Packing(NamedTuple):
+    q: _Side
+    k: _Side
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, options: Options, longest: tuple[int, int] | None) -> _Packing | None:
+        """None for dense tensors. ``longest``: of queries and keys; None: read from the device."""
+        if not options.sequences:
+            return None
+        if longest is None:
+            longest = longest_of(options.sequences[0]), longest_of(options.sequences[1])
+            if options.attn_mask is not None:
+                rows, columns = options.attn_mask.shape[2:]
+                longest = max(longest[0], rows), max(longest[1], columns)
+        return cls(
+            _Side.of(options.sequences[0], q.shape[2], longest[0]),
+            _Side.of(options.sequences[1], k.shape[2], longest[1]),
+        )
+
+
+def longest_of(starts: torch.Tensor) -> int:
+    """Length of the longest of packed sequences. Waits for the device."""
+    return int((starts[1:] - starts[:-1]).max()) if starts.numel() > 1 else 0
 
 
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    causal: int,
-    scale: float,
+    options: Options,
+    longest: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``out = softmax(scale · q kᵀ + mask) v`` of each head (Vaswani et al. 2017, equation 1), differentiable.
+    """``out = softmax(s) v`` of each head (Vaswani et al. 2017, equation 1), differentiable.
+
+    The scores: ``s = scale · q kᵀ``, capped where a softcap is given, through score_mod, plus the floating attn_mask,
+    plus ALiBi's ``-slope · |j - i - shift|`` (Press et al. 2022), and −inf where a query does not see a key.
 
     Args:
         q: (batch, heads, seqlen_q, d_k).
         k: (batch, kv_heads, seqlen_k, d_k); query head h reads key head h // (heads // kv_heads).
         v: (batch, kv_heads, seqlen_k, d_v).
-        attn_mask: four dimensions, each 1 or that of (batch, heads, seqlen_q, seqlen_k). bool: True where the query
-            sees the key. Floating: added to the scores.
-        causal: NO_CAUSAL, TOP_LEFT (query i sees keys j ≤ i) or BOTTOM_RIGHT (j ≤ i + seqlen_k - seqlen_q).
-        scale: any real number.
+        options: all else.
+        longest: with ``options.sequences``, at least the lengths of the longest ones; None: read from the device.
 
     Returns:
         out: (batch, heads, seqlen_q, d_v), dtype of q; 0 for a query that sees no key.
-        lse: (batch, heads, seqlen_q), log Σ exp(scores), float32 (float64 for float64 inputs); −inf for such a query.
+        lse: (batch, heads, seqlen_q), log Σ exp(s), a sink's exp included, float32 (float64 for float64 inputs); −inf
+            for a query that sees neither key nor sink.
         statistics: (2, batch, heads, seqlen_q), what the backward needs of a row: the maximum of its scores (0 for such
-            a query) and Σ exp(scores - maximum). The kernels keep them in a unit of their own.
+            a query) and Σ exp(s - maximum). The kernels keep them in a unit of their own.
     """
     compute = compute_dtype(q.dtype)
     with _no_autocast(q):
-        s = _scores(q.to(compute), _shared(k, q.shape[1]).to(compute), attn_mask, causal, scale)
-        with torch.no_grad():  # any shift gives the same result; the maximum keeps exp from overflowing
-            top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros((*s.shape[:-1], 1))
-            top = top.masked_fill(top == float("-inf"), 0.0)
-        p = torch.exp(s - top)
-        total = p.sum(-1, keepdim=True)
+        packing = _Packing.of(q, k, options, longest)
+        queries, keys, values = q.to(compute), k.to(compute), v.to(compute)
+        if packing is not None:
+            queries, keys, values = packing.q.pad(queries), packing.k.pad(keys), packing.k.pad(values)
+        heads = q.shape[1]
+        grid = _Grid.of(queries, keys, options, packing)
+        s = _scores(queries, _shared(keys, heads), grid, options).final
+        p, top, total = _softmax(s, options)
+        if grid.keep is not None:
+            p = p * grid.keep
         empty = total == 0
         divisor = total.masked_fill(empty, 1.0)
-        out = (p / divisor) @ _shared(v, q.shape[1]).to(compute)
-        lse = (divisor.log() + top).masked_fill(empty, float("-inf")).squeeze(-1)
-        statistics = torch.stack((top, total.detach())).squeeze(-1)
-    return out.to(q.dtype), lse, statistics
+        out = (p / divisor) @ _shared(values, heads)
+        lse = (divisor.log() + top).masked_fill(empty, float("-inf"))
+        rows = [out, lse, top, total.detach()]
+        if packing is not None:
+            rows = [packing.q.unpad(x, float("-inf") if x is lse else 0.0) for x in rows]
+        out, lse, top, total = rows
+        if packing is not None and (0 in packing.q.tokens.shape or 0 in packing.k.tokens.shape):
+            # Nothing was computed: every tensor still has a gradient, of zeros.
+            given = (q, k, v, options.attn_mask, options.alibi_slopes, options.sinks)
+            nothing = sum(t.flatten()[:0].sum() for t in given if t is not None)
+            out, lse = out + nothing, lse + nothing
+        statistics = torch.stack((top, total)).squeeze(-1)
+    return out.to(q.dtype), lse.squeeze(-1), statistics
+
+
+def _softmax(s: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(exp(s - top), top, Σ exp(s - top)), the sink's part in the maximum and the sum."""
+    with torch.no_grad():  # any shift gives the same result; the maximum keeps exp from overflowing
+        top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), float("-inf"))
+        if options.sinks is not None:
+            top = torch.maximum(top, options.sinks.to(s.dtype).view(-1, 1, 1))
+        top = top.masked_fill(top == float("-inf"), 0.0)
+    p = torch.exp(s - top)
+    total = p.sum(-1, keepdim=True)
+    if options.sinks is not None:
+        total = total + torch.exp(options.sinks.to(s.dtype).view(-1, 1, 1) - top)
+    return p, top, total
 
 
 def attention_backward(
-    grad_output: torch.Tensor,
+    grad_output: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    out: torch.Tensor | None,
-    statistics: torch.Tensor,
-    causal: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of :func:`attention` with respect to q, k, v and a float mask, in the compute dtype.
+    options: Options,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of :func:`attention` with respect to q, k, v, a floating attn_mask, alibi_slopes and sinks.
 
-    The formulas are in kernels_backward. Arguments as those and the results of :func:`attention`; ``out`` may be None
-    where v's gradient alone is wanted.
+    In the compute dtype; None where there is no such tensor. The formulas are in kernels_backward.
     """
     compute = compute_dtype(q.dtype)
-    batch, heads = q.shape[:2]
-    kv_heads, seqlen_k = k.shape[1:3]
-    q, do = q.to(compute), grad_output.to(compute)
-    k, v = _shared(k, heads).to(compute), _shared(v, heads).to(compute)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if grad_output is None:
+        grad_output = q.new_zeros(*q.shape[:3], v.shape[3])
     with _no_autocast(q):
-        s = _scores(q, k, attn_mask, causal, scale)
-        top, total = statistics[..., None]
-        p = torch.exp(s - top) / total.masked_fill(total == 0, 1.0)
-        delta = 0.0 if out is None else (do * out.to(compute)).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            delta = delta - grad_lse[..., None]
-        ds = p * (do @ v.transpose(-1, -2) - delta)
-        dq = scale * (ds @ k)
-        dk = scale * (ds.transpose(-1, -2) @ q)
-        dv = p.transpose(-1, -2) @ do
-    if kv_heads != heads:
-        dk, dv = (x.view(batch, kv_heads, -1, seqlen_k, x.shape[-1]).sum(2) for x in (dk, dv))
-    if attn_mask is None or attn_mask.dtype == torch.bool:
-        return dq, dk, dv, None
-    return dq, dk, dv, ds.sum_to_size(attn_mask.shape)
+        packing = _Packing.of(q, k, options, None)
+        queries, keys, values, do = (t.to(compute) for t in (q, k, v, grad_output))
+        dlse = None if grad_lse is None else grad_lse.to(compute)[..., None]
+        if packing is not None:
+            queries, do = packing.q.pad(queries), packing.q.pad(do)
+            keys, values = packing.k.pad(keys), packing.k.pad(values)
+            dlse = None if dlse is None else packing.q.pad(dlse)
+        grid = _Grid.of(queries, keys, options, packing)
+        keys, values = _shared(keys, heads), _shared(values, heads)
+        tanh, plain, final = _scores(queries, keys, grid, options)
+        p, top, total = _softmax(final, options)
+        total = total.masked_fill(total == 0, 1.0)
+        p = p / total
+        weights = p if grid.keep is None else p * grid.keep
+        dp = do @ values.transpose(-1, -2)
+        if grid.keep is not None:
+            dp = dp * grid.keep
+        delta = (do * (weights @ values)).sum(-1, keepdim=True)
+        if dlse is not None:
+            # A padded row past the end of its sequence repeats another token's gradient: it is none of its own.
+            inside = torch.ones_like(delta) if packing is None else (grid.i < packing.q.lengths.view(-1, 1, 1, 1))
+            delta = delta - dlse * inside
+        ds = p * (dp - delta)
+        dmask = dslopes = dsinks = None
+        if options.float_mask:
+            assert options.attn_mask is not None
+            dmask = ds.sum_to_size(options.attn_mask.shape)
+        if options.alibi_slopes is not None:
+            dslopes = -(ds * grid.distance()).sum((2, 3)).sum_to_size(options.alibi_slopes.shape)
+        if options.sinks is not None:
+            share = torch.exp(options.sinks.to(compute).view(-1, 1, 1) - top) / total
+            if packing is not None:
+                share = share * (grid.i < packing.q.lengths.view(-1, 1, 1, 1))
+            dsinks = -(share * delta).sum((0, 2, 3))
+        if options.score_mod:
+            with torch.enable_grad():
+                leaf = plain.detach().requires_grad_()
+                (ds,) = torch.autograd.grad(_modified(leaf, grid, options), leaf, ds)
+        if tanh is not None:
+            ds = ds * (1 - tanh * tanh)
+        dq = options.scale * (ds @ keys)
+        dk = options.scale * (ds.transpose(-1, -2) @ queries)
+        dv = weights.transpose(-1, -2) @ do
+        if kv_heads != heads:
+            dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+        if packing is not None:
+            dq, dk, dv = packing.q.unpad(dq), packing.k.unpad(dk), packing.k.unpad(dv)
+    return dq, dk, dv, dmask, dslopes, dsinks
 
 
 def torch_mask(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
@@ -163,51 +349,47 @@ def torch_mask(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | Non
 
 
 def attention_with_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    causal: int,
-    scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, longest: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The torch backend where lse is asked for, which torch's operator does not give."""
+    """The torch backend where torch's own operator does not serve: lse, ALiBi, sinks, softcap, dropout, rules, …"""
     dtype = autocast_dtype(q)
-    if scale is None:
-        scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
-    return attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask, causal, scale)[:2]
+    out, lse, _ = attention(q.to(dtype), k.to(dtype), v.to(dtype), options, longest)
+    return out, lse
 
 
-def torch_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    causal: int,
-    scale: float | None,
-) -> torch.Tensor:
-    """The torch backend: torch's own fused operator, which means the same where it is asked in the right way.
+def torch_serves(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
+    """Whether torch's own fused operator means the same."""
+    plain = not options.softcap and options.alibi_slopes is None and options.sinks is None and not options.score_mod
+    if options.attn_mask is not None and (q.numel() == 0 or k.numel() == 0):
+        # torch's operator leaves a mask that it does not need out of the graph: its gradient would be None, not zero.
+        return False
+    return plain and options.seed is None and not options.sequences
+
+
+def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
+    """The torch backend where :func:`torch_serves`.
 
     Its softmax gives a query that sees no key zeros, and zero gradients, as :func:`attention` does (torch ≥ 2.5).
     """
-    if attn_mask is not None and (q.numel() == 0 or k.numel() == 0):
-        # torch's operator leaves a mask that it does not need out of the graph: its gradient would be None, not zero.
-        return attention_with_lse(q, k, v, attn_mask, causal, scale)[0]
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    top_left = not options.bottom_right or seqlen_q == seqlen_k
     is_causal = False
-    if causal != NO_CAUSAL:
-        seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-        top_left = causal == TOP_LEFT or seqlen_q == seqlen_k
-        if top_left and attn_mask is None:
-            is_causal = True
+    attn_mask = options.attn_mask
+    if options.right == 0 and options.left is None and top_left and attn_mask is None and not options.mask_mod:
+        is_causal = True
+    else:
+        seen = _Grid.of(q, k, options._replace(seed=None), None).seen(options)
+        if options.float_mask:
+            assert attn_mask is not None
+            attn_mask = attn_mask if seen is None else attn_mask.masked_fill(~seen, float("-inf"))
         else:
-            seen = causal_mask(seqlen_q, seqlen_k, causal, q.device)
-            if attn_mask is None:
-                attn_mask = seen
-            elif attn_mask.dtype == torch.bool:
-                attn_mask = attn_mask & seen
-            else:
-                attn_mask = attn_mask.masked_fill(~seen, float("-inf"))
+            attn_mask = seen
     grouped = False  # not an expression: while torch.compile traces, a comparison of sizes is no bool
     if q.shape[1] != k.shape[1]:
         grouped = True
     mask = torch_mask(attn_mask, q)
-    return _dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return _dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=options.scale, enable_gqa=grouped)
+
+
+def default_scale(size: int) -> float:
+    return 1.0 / math.sqrt(max(size, 1))

@@ -9,11 +9,13 @@ from fusedops.runtime.device import DeviceFacts
 from fusedops.runtime.launch import next_power_of_2
 
 Pass = Literal["forward", "backward_kv", "backward_q", "backward_mask"]
-MaskKind = Literal["none", "bool", "float"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 _SMALLEST = 16  # a tile's side: what a matrix instruction takes
 _LARGEST = 128
+
+# Queries and keys a block of a block mask: a multiple of every tile.
+BLOCK = 128
 
 
 def _block(size: int) -> int:
@@ -31,7 +33,7 @@ class AttentionProblem:
             lengths are run-time values, but a tile need not be larger than what there is.
         itemsize: bytes of an element of q, k and v.
         causal: keys beyond the diagonal are left out.
-        mask: what attn_mask is.
+        modified: more has to be done to a score, or to its weight, than to scale it.
     """
 
     kernel: Pass
@@ -41,14 +43,14 @@ class AttentionProblem:
     keys: int
     itemsize: int
     causal: bool
-    mask: MaskKind
+    modified: bool
 
     @classmethod
     def of(
-        cls, kernel: Pass, d_k: int, d_v: int, seqlen_q: int, seqlen_k: int, itemsize: int, causal: bool, mask: MaskKind
+        cls, kernel: Pass, d_k: int, d_v: int, seqlen_q: int, seqlen_k: int, itemsize: int, causal: bool, modified: bool
     ) -> AttentionProblem:
         rows, keys = min(_block(seqlen_q), _LARGEST), min(_block(seqlen_k), _LARGEST)
-        return cls(kernel, _block(d_k), _block(d_v), rows, keys, itemsize, causal, mask)
+        return cls(kernel, _block(d_k), _block(d_v), rows, keys, itemsize, causal, modified)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class AttentionConfig:
             elements = m + n
         else:
             elements = self.num_stages * moving + (n if problem.kernel == "backward_kv" else m)
-        scores = self.block_m * self.block_n * (problem.itemsize if problem.mask == "none" else 4)
+        scores = self.block_m * self.block_n * (4 if problem.modified else problem.itemsize)
         return problem.itemsize * elements + scores
 
     def registers(self, problem: AttentionProblem, warp_size: int) -> float:
@@ -122,10 +124,11 @@ def prune(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts
 C = AttentionConfig
 Table = dict[tuple[Pass, int, int], tuple[AttentionConfig, AttentionConfig]]
 
-# (kernel, bytes an element, head sizes up to) -> (block_m, block_n, num_warps, num_stages), first without a mask, then
-# with one. Starting points, none of them timed yet; tests/compile compiles them for every target served. The
-# 16-bit forwards begin with the tiles of FlashAttention-2 (Dao 2023) and were made smaller, or given more warps, where
-# the compiler spilled. float32 products in full precision are not made by tensor cores: their sums take registers.
+# (kernel, bytes an element, head sizes up to) -> (block_m, block_n, num_warps, num_stages), first for plain
+# scores, then for modified ones. Starting points, none of them timed yet; tests/compile compiles them for every target
+# served. The 16-bit forwards begin with the tiles of FlashAttention-2 (Dao 2023) and were made smaller, or given more
+# warps, where the compiler spilled. float32 products in full precision are not made by tensor cores: their sums take
+# registers.
 _FULL_PRECISION: Table = {
     ("forward", 4, 64): (C(64, 32, 8, 2), C(64, 32, 8, 2)),
     ("forward", 4, 128): (C(32, 16, 4, 2), C(32, 16, 4, 2)),
@@ -263,7 +266,7 @@ def defaults_for(facts: DeviceFacts) -> Table:
 def default_config(problem: AttentionProblem, facts: DeviceFacts) -> AttentionConfig:
     """The table's configuration, made smaller until it suits the problem's lengths and fits in shared memory."""
     size = max(64, problem.block_dk, problem.block_dv)
-    config = defaults_for(facts)[problem.kernel, problem.itemsize, size][problem.mask != "none"]
+    config = defaults_for(facts)[problem.kernel, problem.itemsize, size][problem.modified]
     config = replace(config, block_m=min(config.block_m, problem.rows), block_n=min(config.block_n, problem.keys))
     while config.shared_memory(problem, facts) > facts.shared_memory:
         smaller = _smaller(config)

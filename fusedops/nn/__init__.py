@@ -6,9 +6,11 @@ the norms they end with. ``LayerNormLinear`` and ``LayerNormMLP`` name their par
 ``GatedLinear`` and ``GatedMLP`` as Llama's modules do, ``MLP`` as timm's.
 """
 
+from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.linear import LayerNormLinear, LayerNormMLP, Linear
 from fusedops.nn.mlp import MLP, GatedLinear, GatedMLP
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, GroupNorm, LayerNorm, RMSNorm
+from fusedops.nn.transformer import TransformerEncoderLayer
 
 __all__ = [
     "MLP",
@@ -21,5 +23,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
+    "TransformerEncoderLayer",
 ]

@@ -7,38 +7,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as torch_module
 
 from fusedops.linear.activations import ACTIVATIONS, check_activation
 from fusedops.linear.functional import linear
 from fusedops.linear.functional_gated import gated_linear
 from fusedops.nn.linear import check_bias
+from fusedops.nn.parts import reads
 from fusedops.runtime.checks import check_bool, check_probability, wrong_type, wrong_value
-
-# A parameter is a fake tensor while a graph is traced from the module.
-_PLAIN = (torch.nn.Parameter, torch.Tensor, FakeTensor)
-
-
-def _reads(layer: torch.nn.Module) -> bool:
-    """Whether calling the layer does no more than torch's linear with its parameters, so that these may be read.
-
-    Not so where it was exchanged for another class (LoRA, quantised, parametrized), its parameters are of a class of
-    their own, its calls are hooked or its forward was replaced: then it must be called.
-    """
-    return (
-        type(layer) is torch.nn.Linear
-        and type(layer.weight) in _PLAIN
-        and (layer.bias is None or type(layer.bias) in _PLAIN)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-        and "forward" not in layer.__dict__
-        and not torch_module._has_any_global_hook()
-    )
 
 
 def _linear(input: torch.Tensor, layer: Any, activation: str | None, dropout_p: float) -> torch.Tensor:
     """``dropout(activation(layer(input)))``: one call where the layer's parameters may be read."""
-    if _reads(layer):
+    if reads(layer, torch.nn.Linear):
         return linear(input, layer.weight, layer.bias, activation, dropout_p=dropout_p)
     output = _activate(layer(input), activation)
     return F.dropout(output, dropout_p) if dropout_p else output
@@ -92,13 +72,13 @@ class _Gated(torch.nn.Module):
     def _gated_linear(self, input: torch.Tensor) -> torch.Tensor:
         if self.packed:
             both: Any = self.gate_up_proj
-            if _reads(both):
+            if reads(both, torch.nn.Linear):
                 return gated_linear(input, both.weight, None, both.bias, None, self.activation)
             g, u = both(input).chunk(2, -1)
         else:
             gate: Any = self.gate_proj
             up: Any = self.up_proj
-            if _reads(gate) and _reads(up):
+            if reads(gate, torch.nn.Linear) and reads(up, torch.nn.Linear):
                 return gated_linear(input, gate.weight, up.weight, gate.bias, up.bias, self.activation)
             g, u = gate(input), up(input)
         return _activate(g, self.activation) * u

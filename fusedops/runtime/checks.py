@@ -79,6 +79,14 @@ def check_bool(function: str, argument: str, value: Any) -> None:
         wrong_type(function, argument, "a bool", value)
 
 
+def check_count(function: str, argument: str, value: Any) -> None:
+    """An int of at least 0."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        wrong_type(function, argument, "an int", value)
+    if value < 0:
+        wrong_value(function, argument, "at least 0", value)
+
+
 def check_probability(function: str, argument: str, value: Any) -> None:
     """A number from 0 to 1."""
     check_number(function, argument, value)

@@ -16,6 +16,10 @@ import torch
 _NO_GUARD = nullcontext()
 
 
+# Where the driver does not tell: less than any product of the last years has.
+_CACHE = 32 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """What the choice of a launch configuration depends on.
@@ -27,6 +31,7 @@ class DeviceFacts:
         multiprocessor_count: streaming multiprocessors (NVIDIA) or compute units (AMD).
         shared_memory: bytes of shared memory (LDS) that one program may use.
         warp_size: threads a warp (wavefront).
+        cache: bytes of the level-2 cache that all multiprocessors share.
     """
 
     vendor: Literal["nvidia", "amd", "interpreter"]
@@ -35,6 +40,7 @@ class DeviceFacts:
     multiprocessor_count: int
     shared_memory: int
     warp_size: int = 32
+    cache: int = _CACHE
 
     @property
     def capability(self) -> int:
@@ -80,17 +86,18 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 def _ask_driver(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
+    count, cache = properties.multi_processor_count, getattr(properties, "L2_cache_size", _CACHE)
     if torch.version.hip is not None:
         arch = properties.gcnArchName.split(":")[0]
         shared = getattr(properties, "shared_memory_per_block", 65536)
         warp_size = getattr(properties, "warp_size", 64)
-        return DeviceFacts("amd", arch, properties.name, properties.multi_processor_count, shared, warp_size)
+        return DeviceFacts("amd", arch, properties.name, count, shared, warp_size, cache)
     arch = f"sm_{properties.major}{properties.minor}"
     known = TARGETS.get(arch)
     # Older torch builds do not report the opt-in maximum; the architecture's own figure, or what every CUDA
     # device has without opting in, then stands in.
     shared = getattr(properties, "shared_memory_per_block_optin", known.shared_memory if known else 49152)
-    return DeviceFacts("nvidia", arch, properties.name, properties.multi_processor_count, shared)
+    return DeviceFacts("nvidia", arch, properties.name, count, shared, cache=cache)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
+from fusedops.attention.options import Options
 from tests.attention.problems import Problem
 from tests.harness.tensors import randn
 
@@ -24,27 +25,48 @@ def test_opcheck(kernel_runner, mask, layout):
     shape = MASKS[mask].mask_shape
     problem = MASKS[mask].but(batch=1, layout=layout, mask_shape=shape and (1, *shape[1:]))
     inputs = problem.inputs(kernel_runner.device)
-    arguments = (1, 0.3, False)
+    options = Options(inputs[3], right=0, scale=0.3)
     op = torch.ops.fusedops.attention.default
-    torch.library.opcheck(op, (*inputs, *arguments))
+    torch.library.opcheck(op, (*inputs[:3], *options))
     q, k, v, m = (t if t is None else t.detach() for t in inputs)
-    out, lse, statistics = op(q, k, v, m, *arguments)
-    for needs in ((True, True, True, mask == "float"), (False, False, True, False)):
+    options = options._replace(attn_mask=m)
+    out, lse, statistics = op(q, k, v, *options)
+    for needs in ((True, True, True, mask == "float", False, False), (False, False, True, False, False, False)):
         torch.library.opcheck(
             torch.ops.fusedops.attention_backward.default,
-            (torch.randn_like(out), torch.randn_like(lse), q, k, v, m, out, statistics, *arguments, *needs),
+            (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, statistics, *options, list(needs)),
         )
 
 
-def test_opcheck_without_a_kernel():
+def test_opcheck_of_every_option(kernel_runner):
+    problem = SMALL.but(mask="float", mask_shape=(1, 1, 9, 11), alibi="heads", sinks=True)
+    q, k, v, m, slopes, sinks = problem.inputs(kernel_runner.device)
+    seed = torch.tensor([3], device=kernel_runner.device)
+    options = Options(
+        m, slopes[None].detach().requires_grad_(), sinks, seed, left=3, right=2, softcap=2.0, dropout_p=0.3
+    )
+    torch.library.opcheck(torch.ops.fusedops.attention.default, (q, k, v, *options))
+
+
+@pytest.mark.parametrize("extra", [False, True], ids=["", "options"])
+def test_opcheck_without_a_kernel(extra):
     """float64 has no kernel: the ops compute their reference, as an exported graph needs on another machine."""
-    q, k, v, m = (t.double().detach().requires_grad_() for t in MASKS["float"].inputs(torch.device("cpu")))
-    torch.library.opcheck(torch.ops.fusedops.attention.default, (q, k, v, m, 2, 0.3, False))
-    out, lse, _ = torch.ops.fusedops.attention(q, k, v, m, 2, 0.3, False)
-    expected = fusedops.attention(q, k, v, attn_mask=m, causal="bottom_right", scale=0.3, return_lse=True)
-    grads = torch.autograd.grad([out.sum(), lse.sum()], (q, k, v, m))
+    problem = MASKS["float"].but(alibi="heads", sinks=True) if extra else MASKS["float"]
+    inputs = [t.double().detach().requires_grad_() for t in problem.inputs(torch.device("cpu"))]
+    q, k, v, m, *more = inputs
+    slopes, sinks = more or (None, None)
+    options = Options(m, slopes if slopes is None else slopes[None], sinks, bottom_right=True, right=0, scale=0.3)
+    given = {"alibi_slopes": slopes, "sinks": sinks}
+    if extra:
+        options = options._replace(left=4, softcap=2.0)
+        given |= {"window": (4, 0), "softcap": 2.0}
+    else:
+        torch.library.opcheck(torch.ops.fusedops.attention.default, (q, k, v, *options))
+    out, lse, _ = torch.ops.fusedops.attention(q, k, v, *options)
+    expected = fusedops.attention(q, k, v, attn_mask=m, causal="bottom_right", scale=0.3, return_lse=True, **given)
+    grads = torch.autograd.grad([out.sum(), lse.sum()], inputs)
     torch.testing.assert_close((out, lse), expected)
-    torch.testing.assert_close(grads, torch.autograd.grad([t.sum() for t in expected], (q, k, v, m)))
+    torch.testing.assert_close(grads, torch.autograd.grad([t.sum() for t in expected], inputs))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -189,6 +211,7 @@ def test_export_then_run_and_backward(kernel_runner):
 def test_tf32_follows_torchs_setting(kernel_runner, monkeypatch):
     """The operator gets the setting at the time of the call; float16 has none."""
     from fusedops.attention import functional
+    from fusedops.runtime import precision
 
     seen = []
     real = functional.attention_op
@@ -198,8 +221,8 @@ def test_tf32_follows_torchs_setting(kernel_runner, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(functional, "attention_op", op)
-    monkeypatch.setattr(functional, "tf32_allowed", lambda tensor: tensor.dtype == torch.float32)
+    monkeypatch.setattr(precision, "tf32_allowed", lambda tensor: True)
     for dtype in (torch.float32, torch.float16):
         q = randn(1, 1, 4, 8, dtype=dtype, device=kernel_runner.device)
         fusedops.attention(q, q, q)
-    assert seen == [True, False]
+    assert seen == ["tf32", "ieee"]

@@ -94,9 +94,9 @@ def test_masks(runner, mask, kind):
     compare(runner, [randn(*s, device=runner.device) for s in (query, key, key)], values)
 
 
-def test_dropout_is_torchs(runner):
-    q, k, v = (randn(2, 4, 9, 8, device=runner.device) for _ in range(3))
-    with fusedops.backend("auto" if runner.name != "gpu" else "torch"):
+def test_dropout_on_the_torch_backend_is_torchs():
+    q, k, v = (randn(2, 4, 9, 8) for _ in range(3))
+    with fusedops.backend("torch"):
         torch.manual_seed(3)
         ours = fusedops.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     torch.manual_seed(3)

@@ -2,61 +2,118 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from fusedops.attention.tuning import too_small
+from fusedops.attention.modifiers import MaskMod, ScoreMod
+from fusedops.attention.options import Needs, Options
+from fusedops.attention.tuning import BLOCK, too_small
+from fusedops.runtime.backend import HAS_TRITON
 from fusedops.runtime.device import TARGETS
-from tests.harness.compile import BFLOAT16_TARGETS, Case
+from tests.harness.compile import BFLOAT16_TARGETS, KINDS, TABLES, Case
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _tilted(score, batch, head, i, j, args):
+        return score + tl.load(args[0] + head) * (i - j).to(tl.float32)
+
+    @triton.jit
+    def _tilted_gradient(grad, score, batch, head, i, j, args):
+        return grad
+
+    @triton.jit
+    def _striped(batch, head, i, j, args):
+        return (i - j) % 8 == head % 8
+
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def _tensors(size: int, dtype: torch.dtype, mask: str | None, kv_heads: int) -> tuple[torch.Tensor | None, ...]:
-    q = torch.empty(1, 4, 2048, size, dtype=dtype)
-    k, v = (torch.empty(1, kv_heads, 2048, size, dtype=dtype) for _ in range(2))
-    masks = {
-        None: None,
-        "float": torch.empty(1, 4, 2048, 2048, dtype=dtype),
-        "padding": torch.empty(1, 1, 1, 2048, dtype=torch.bool),
-    }
-    return q, k, v, masks[mask]
+_HEADS, _LENGTH = 4, 2048
+
+_OPTIONS: dict[str, Callable[[torch.dtype], Options]] = {
+    # What a decoder, an encoder with padding, and a model with a learned bias launch.
+    "causal": lambda _: Options(right=0),
+    "padded": lambda _: Options(torch.empty(1, 1, 1, _LENGTH, dtype=torch.bool)),
+    "biased": lambda dtype: Options(torch.empty(1, _HEADS, _LENGTH, _LENGTH, dtype=dtype)),
+    # Mistral, GPT-OSS, Gemma 2, BLOOM, and training with dropout.
+    "window": lambda _: Options(bottom_right=True, left=512, right=0),
+    "sinks": lambda dtype: Options(sinks=torch.empty(_HEADS, dtype=dtype), bottom_right=True, left=127, right=0),
+    "softcap": lambda _: Options(right=0, softcap=50.0),
+    "alibi": lambda _: Options(alibi_slopes=torch.empty(1, _HEADS), right=0),
+    "dropout": lambda _: Options(seed=torch.empty(1, dtype=torch.int64), right=0, dropout_p=0.1),
+    "packed": lambda _: Options(sequences=(torch.empty(9, dtype=torch.int32),) * 2, bottom_right=True, right=0),
+    "blocks": lambda _: Options(blocks=_lists(), mask_mod=MaskMod(_striped).name, right=0),
+    "rules": lambda _: Options(
+        mask_mod=MaskMod(_striped).name,
+        score_mod=ScoreMod(_tilted, _tilted_gradient).name,
+        score_args=(torch.empty(_HEADS),),
+    ),
+}
 
 
-def _forward(size: int, dtype: torch.dtype, mask: str | None, causal: int, kv_heads: int) -> Callable[[], object]:
+def _lists() -> tuple[torch.Tensor, ...]:
+    blocks = _LENGTH // BLOCK
+    index = torch.empty(1, 1, blocks, blocks, dtype=torch.int32)
+    count = torch.empty(1, 1, blocks, 2, dtype=torch.int32)
+    return index, count, index, count
+
+
+def _tensors(size: int, dtype: torch.dtype, options: str, kv_heads: int, length: int) -> tuple[Any, ...]:
+    q = torch.empty(1, _HEADS, length, size, dtype=dtype)
+    k, v = (torch.empty(1, kv_heads, length, size, dtype=dtype) for _ in range(2))
+    return q, k, v, _OPTIONS[options](dtype)._replace(scale=0.125)
+
+
+def _forward(*arguments: Any) -> Callable[[], object]:
     from fusedops.attention.kernels_forward import attention_forward
 
-    q, k, v, attn_mask = _tensors(size, dtype, mask, kv_heads)
-    return lambda: attention_forward(q, k, v, attn_mask, causal, 0.125, False)
+    tensors = _tensors(*arguments)
+    return lambda: attention_forward(*tensors)
 
 
-def _backward(size: int, dtype: torch.dtype, mask: str | None, causal: int, kv_heads: int) -> Callable[[], object]:
+def _backward(*arguments: Any) -> Callable[[], object]:
     from fusedops.attention.kernels_backward import attention_backward
 
-    q, k, v, attn_mask = _tensors(size, dtype, mask, kv_heads)
-    out, statistics = torch.empty_like(q), torch.empty(2, 1, 4, 2048)
-    needs = (True, True, True, mask == "float")
-    return lambda: attention_backward(out, None, q, k, v, attn_mask, out, statistics, causal, 0.125, False, needs)
+    q, k, v, options = _tensors(*arguments)
+    out, statistics = torch.empty_like(q), torch.empty(2, *q.shape[:3])
+    needs = Needs(True, True, True, options.float_mask, options.alibi_slopes is not None, options.sinks is not None)
+    return lambda: attention_backward(out, None, q, k, v, out, statistics, options, needs)
 
 
-# Mask, causal, key heads of 4: what a decoder, an encoder with padding, and a model with a learned bias launch.
-_CAUSAL_GROUPED, _PADDED, _BIASED = (None, 1, 2), ("padding", 0, 4), ("float", 0, 4)
-
-_TABLE = [
-    ("causal_grouped_64_float16", 64, _FP16, _CAUSAL_GROUPED, None),
-    ("causal_grouped_128_bfloat16", 128, _BF16, _CAUSAL_GROUPED, BFLOAT16_TARGETS),
-    ("biased_128_float16", 128, _FP16, _BIASED, None),
-    ("causal_grouped_256_float16", 256, _FP16, _CAUSAL_GROUPED, None),
-    ("causal_grouped_64_float32", 64, _FP32, _CAUSAL_GROUPED, None),
-    ("biased_256_float32", 256, _FP32, _BIASED, None),
-    ("padded_64_bfloat16", 64, _BF16, _PADDED, BFLOAT16_TARGETS),
-    ("biased_64_float16", 64, _FP16, _BIASED, None),
-    ("padded_80_float16", 80, _FP16, _PADDED, None),
-    ("biased_256_float16", 256, _FP16, _BIASED, None),
-    ("causal_grouped_192_bfloat16", 192, _BF16, _CAUSAL_GROUPED, None),
-    ("biased_64_float32", 64, _FP32, _BIASED, None),
-    ("biased_128_float32", 128, _FP32, _BIASED, None),
+# name of the options, head size, dtype, key heads of 4, targets (None: all), length
+_TABLE: list[tuple[str, int, torch.dtype, int, frozenset[str] | None, int]] = [
+    ("causal", 64, _FP16, 2, None, _LENGTH),
+    ("causal", 128, _BF16, 2, BFLOAT16_TARGETS, _LENGTH),
+    ("biased", 128, _FP16, 4, None, _LENGTH),
+    ("causal", 256, _FP16, 2, None, _LENGTH),
+    ("causal", 64, _FP32, 2, None, _LENGTH),
+    ("biased", 256, _FP32, 4, None, _LENGTH),
+    ("padded", 64, _BF16, 4, BFLOAT16_TARGETS, _LENGTH),
+    ("biased", 64, _FP16, 4, None, _LENGTH),
+    ("padded", 80, _FP16, 4, None, _LENGTH),
+    ("biased", 256, _FP16, 4, None, _LENGTH),
+    ("causal", 192, _BF16, 2, None, _LENGTH),
+    ("biased", 64, _FP32, 4, None, _LENGTH),
+    ("biased", 128, _FP32, 4, None, _LENGTH),
+    # The options one by one, where they are used: on one target of each table.
+    ("window", 128, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH),
+    ("sinks", 64, _BF16, 1, TABLES & BFLOAT16_TARGETS, _LENGTH),
+    ("softcap", 256, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH),
+    ("alibi", 128, _BF16, 4, TABLES & BFLOAT16_TARGETS, _LENGTH),
+    ("dropout", 64, _FP16, 4, TABLES, _LENGTH),
+    ("packed", 128, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH),
+    ("blocks", 64, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH),
+    ("rules", 128, _FP16, 4, TABLES, _LENGTH),
+    # Too few tiles to fill a device: one launch for all gradients.
+    ("causal", 64, _BF16, 4, KINDS, 512),
+    ("packed", 64, _FP16, 4, KINDS, 512),
 ]
 
 
@@ -68,10 +125,11 @@ def _targets(size: int, dtype: torch.dtype, targets: frozenset[str] | None) -> f
 
 CASES = [
     Case(
-        f"{name}_{'backward' if make is _backward else 'forward'}",
-        lambda make=make, size=size, dtype=dtype, options=options: make(size, dtype, *options),
+        f"{name}_{size}_{str(dtype).removeprefix('torch.')}{'' if length == _LENGTH else '_short'}_{make.__name__[1:]}",
+        functools.partial(make, size, dtype, name, kv_heads, length),
         _targets(size, dtype, targets),
     )
-    for name, size, dtype, options, targets in _TABLE
+    for name, size, dtype, kv_heads, targets, length in _TABLE
     for make in (_forward, _backward)
+    if length == _LENGTH or make is _backward
 ]

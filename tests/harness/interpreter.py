@@ -439,14 +439,21 @@ def _argument(name: str, value: Any) -> Any:
             [tl.constexpr(size) for size in value.block_shape],
             value.padding,
         )
+    if isinstance(value, tuple):
+        members = [_argument(f"{name}[{index}]", member) for index, member in enumerate(value)]
+        return type(value)(*members) if hasattr(value, "_fields") else tl.tuple(members)
     return stock._implicit_cvt(value)
 
 
-def _memory_of(value: Any) -> torch.Tensor | None:
-    """The tensor that an argument points into."""
+def _memory_of(name: str, value: Any) -> Iterator[tuple[str, int, int]]:
+    """The span of every tensor that an argument points into."""
     if isinstance(value, TensorDescriptor):
         value = value.base
-    return value if isinstance(value, torch.Tensor) else None
+    if isinstance(value, torch.Tensor):
+        yield _span(name, value)
+    elif isinstance(value, tuple):
+        for index, member in enumerate(value):
+            yield from _memory_of(f"{name}[{index}]", member)
 
 
 def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -462,8 +469,7 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     sizes += (1,) * (3 - len(sizes))
     builder = stock.interpreter_builder
     builder.set_grid_dim(*sizes)
-    pointed = {k: _memory_of(v) for k, v in given.items()}
-    _memory.start(tuple(_span(k, v) for k, v in pointed.items() if v is not None))
+    _memory.start(tuple(itertools.chain.from_iterable(_memory_of(k, v) for k, v in given.items())))
     with np.errstate(all="ignore"):
         for index, program in enumerate(itertools.product(*map(range, sizes))):
             _memory.program = index
