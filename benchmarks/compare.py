@@ -144,7 +144,7 @@ def measure(
     distances: Mapping[str, float | Exception],
     dtype: torch.dtype,
     make_run: Callable[[str], Run],
-    yardstick: Callable[[], Run],
+    yardstick: Callable[[], Run] | None,
     timer: GpuTimer,
     seconds: float,
 ) -> tuple[dict[str, Sample], Sample | None, dict[str, str]]:
@@ -152,7 +152,7 @@ def measure(
 
     Args:
         distances: each provider's from float64, or what it raised.
-        make_run, yardstick: make what to time.
+        make_run, yardstick: make what to time; None: there is no yardstick.
 
     Returns:
         the providers' durations; the yardstick's; and for each provider why it was not timed, empty where it was.
@@ -170,10 +170,10 @@ def measure(
                 runs.pop(name, None)
     key = ""  # no provider's name
     try:
-        samples = timer.measure({**runs, key: yardstick()}, seconds)
+        samples = timer.measure(runs if yardstick is None else {**runs, key: yardstick()}, seconds)
     except Exception as error:  # such as no memory: the other sizes are still wanted
         return {}, None, {name: reason or short(error) for name, reason in errors.items()}
-    return samples, samples.pop(key), errors
+    return samples, samples.pop(key, None), errors
 
 
 def finite(found: float | Exception) -> float | None:
