@@ -17,6 +17,8 @@ programs of its own that sum in a fixed order, without atomics: the result is th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -34,14 +36,16 @@ from fusedops.runtime.launch import options as launch_options
 
 
 @triton.jit(do_not_specialize=["heads", "seqlen_q"])
-def delta_kernel(
-    OUT,  # (batch, heads, seqlen_q, D_V)
+def rows_kernel(
+    OUT,  # (batch, heads, seqlen_q, D_V); None where delta is not wanted
     DO,  # as OUT
     DLSE,  # (batch, heads, seqlen_q) float32, contiguous; or None
-    DELTA,  # as DLSE
+    TOP,  # as DLSE: the maximum of a row's scores
+    TOTAL,  # as DLSE: Σ exponential(s - TOP)
     SINKS,  # (heads,), or None where their gradient is not wanted
-    TOP,  # as DLSE
-    TOTAL,  # as DLSE
+    BASE,  # as DLSE, and the next two: what is written
+    WEIGHT,  # None where not EXACT
+    DELTA,
     DSINKS,  # (batch, heads, tiles): each program's part
     out_strides,
     do_strides,
@@ -49,32 +53,49 @@ def delta_kernel(
     seqlen_q,
     sink_scale,
     NATURAL: tl.constexpr,
+    EXACT: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta = Σ do · out - dlse. A program owns BLOCK_M queries of one head."""
+    """What the other kernels need of each row: ``P = exponential(s - base) · weight``, and delta.
+
+    A row that sees no key gets base = inf: its probabilities are zero. Where not EXACT, the total goes into the base
+    and the weight is one. That rounds the base, whose error is then the relative error of all probabilities: nothing
+    beside what 16-bit operands cost, but too much for float32, and for a float mask, which may put every score of a row
+    at -3e38. A program owns BLOCK_M queries of one head.
+    """
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     first = tl.program_id(0) % blocks * BLOCK_M
     pair = tl.program_id(0) // blocks
     batch = pair // heads
     head = pair % heads
-    out_head = head_of(OUT, batch, head, out_strides)
-    out = load_rows(out_head, first, seqlen_q, out_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
-    do_head = head_of(DO, batch, head, do_strides)
-    do = load_rows(do_head, first, seqlen_q, do_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), axis=1)
     rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < seqlen_q
     at = pair.to(tl.int64) * seqlen_q + rows
-    if DLSE is not None:
-        delta -= tl.load(DLSE + at, mask=rows < seqlen_q, other=0.0)
-    tl.store(DELTA + at, delta, mask=rows < seqlen_q)
-    if SINKS is not None:
-        top = tl.load(TOP + at, mask=rows < seqlen_q, other=0.0)
-        total = tl.load(TOTAL + at, mask=rows < seqlen_q, other=0.0)
-        sink = tl.load(SINKS + head).to(tl.float32) * sink_scale
-        share = tl.where(total == 0.0, 0.0, exponential(sink - top, NATURAL) / tl.where(total == 0.0, 1.0, total))
-        tl.store(DSINKS + tl.program_id(0), -tl.sum(share * delta))
+    top = tl.load(TOP + at, mask=inside, other=float("-inf"))
+    total = tl.load(TOTAL + at, mask=inside, other=0.0)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    base = tl.where(top == float("-inf"), float("inf"), top)
+    if EXACT:
+        tl.store(WEIGHT + at, 1.0 / divisor, mask=inside)
+    else:
+        base += tl.log2(divisor)
+    tl.store(BASE + at, base, mask=inside)
+    if OUT is not None:
+        out_head = head_of(OUT, batch, head, out_strides)
+        out = load_rows(out_head, first, seqlen_q, out_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
+        do_head = head_of(DO, batch, head, do_strides)
+        do = load_rows(do_head, first, seqlen_q, do_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
+        delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), axis=1)
+        if DLSE is not None:
+            delta -= tl.load(DLSE + at, mask=inside, other=0.0)
+        tl.store(DELTA + at, delta, mask=inside)
+        if SINKS is not None:
+            sink = tl.load(SINKS + head).to(tl.float32) * sink_scale
+            share = exponential(sink - top, NATURAL) / divisor
+            # Past the last packed sequence the total is 0, and any gradient may arrive.
+            tl.store(DSINKS + tl.program_id(0), -tl.sum(tl.where(total == 0.0, 0.0, share * delta)))
 
 
 @triton.jit(do_not_specialize=["heads", "count", "total"])
@@ -120,15 +141,13 @@ def attention_backward(
         return grads
     operands = Operands.of(q, k, v, options)
     do = unit_stride(grad_output)
-    top, total = statistics
-    delta = top  # stands in where dv alone is wanted, which does not read it
     with device_guard(q):
-        if needs.q or needs.k or needs.attn_mask or needs.alibi_slopes or needs.sinks:
-            assert out is not None
-            sinks = grads.sinks if needs.sinks else None
-            delta = _delta(unit_stride(out), do, grad_lse, top, total, operands, sinks)
-        inputs = (operands.q, operands.k, operands.v, do, top, total, delta)
-        slope_rows = torch.empty_like(top) if needs.alibi_slopes else None
+        through_scores = any(needs._replace(v=False))
+        assert out is not None or not through_scores
+        out = unit_stride(out) if through_scores and out is not None else None
+        rows = _rows(out, do, grad_lse, statistics, operands, grads.sinks if needs.sinks else None)
+        inputs = (operands.q, operands.k, operands.v, do, *rows)
+        slope_rows = torch.empty_like(rows[0]) if needs.alibi_slopes else None
         _launch(operands, inputs, grads, slope_rows, needs)
         if needs.attn_mask:
             mask_gradient(grads.attn_mask, operands, *inputs[3:])
@@ -137,36 +156,41 @@ def attention_backward(
     return grads
 
 
-def _delta(
-    out: torch.Tensor,
+def _rows(
+    out: torch.Tensor | None,
     do: torch.Tensor,
     grad_lse: torch.Tensor | None,
-    top: torch.Tensor,
-    total: torch.Tensor,
+    statistics: torch.Tensor,
     operands: Operands,
     dsinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """delta of every query; the gradient of sinks goes to ``dsinks``."""
-    batch, heads, seqlen_q, d_v = out.shape
-    delta = torch.empty_like(top)
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(base, weight, delta) of every query, (batch, heads, seqlen_q) float32; the gradient of sinks goes to ``dsinks``.
+
+    Without ``out``, which dv alone does not need, delta is any such tensor.
+    """
+    batch, heads, seqlen_q, d_v = do.shape
+    base = torch.empty_like(statistics[0])
+    weight = torch.empty_like(base) if operands.exact else None
+    delta = base if out is None else torch.empty_like(base)
     block_dv = max(16, next_power_of_2(d_v))
     block_m = min(128, 8192 // block_dv)
     tiles = ceil_div(seqlen_q, block_m)
     dlse = None if grad_lse is None else grad_lse.contiguous()
-    parts = None if dsinks is None else torch.empty((batch, heads, tiles), dtype=torch.float32, device=out.device)
-    delta_kernel[(tiles * batch * heads,)](
-        out, do, dlse, delta, None if dsinks is None else operands.sinks, top, total, parts,
-        strides_of(out), strides_of(do), heads, seqlen_q, operands.unit,
-        NATURAL=operands.natural, D_V=d_v, BLOCK_DV=block_dv, BLOCK_M=block_m, **launch_options(4),
+    parts = None if dsinks is None else torch.empty((batch, heads, tiles), dtype=torch.float32, device=do.device)
+    rows_kernel[(tiles * batch * heads,)](
+        out, do, dlse, *statistics, None if dsinks is None else operands.sinks, base, weight, delta, parts,
+        strides_of(do if out is None else out), strides_of(do), heads, seqlen_q, operands.unit,
+        NATURAL=operands.natural, EXACT=operands.exact, D_V=d_v, BLOCK_DV=block_dv, BLOCK_M=block_m,
+        **launch_options(4),
     )  # fmt: skip
     if dsinks is not None and parts is not None:
         dsinks.copy_(parts.sum((0, 2)))
-    return delta
+    return base, weight, delta
 
 
 def _launch(
     operands: Operands,
-    inputs: tuple[torch.Tensor, ...],
+    inputs: tuple[Any, ...],
     grads: Gradients,
     slope_rows: torch.Tensor | None,
     needs: Needs,
@@ -180,29 +204,31 @@ def _launch(
     scales = (operands.scale, operands.softcap, operands.options.scale)
     for_keys = (dk is not None or dv is not None) and operands.k.shape[2] > 0
     for_queries = dq is not None or slope_rows is not None
-    if for_keys and for_queries:
-        config = operands.config("backward_kv")
-        programs_k, programs_q = operands.programs("k", config.block_n), operands.programs("q", config.block_m)
-        if programs_k + programs_q <= device_facts(operands.q.device).multiprocessor_count:
-            backward_joint_kernel[(programs_k + programs_q,)](
-                *inputs, dq, dk, dv, slope_rows, *strides, strides_of(of_q), strides_of(of_k), strides_of(of_v),
-                *common, operands.lists("keys"), operands.lists("queries"), *operands.sizes,
-                operands.section("q"), operands.section("k"), programs_k, *scales,
-                GROUPED=grouped, **operands.flags("backward_kv", config),
-            )  # fmt: skip
-            return
+    q, k, v, do = inputs[:4]
+    config_k, config_q = operands.config("backward_kv", q, do), operands.config("backward_q", k, v)
+    programs_k, programs_q = operands.programs("k", config_k.block_n), operands.programs("q", config_k.block_m)
+    few = programs_k + programs_q <= device_facts(q.device).multiprocessor_count
+    if for_keys and for_queries and few:
+        backward_joint_kernel[(programs_k + programs_q,)](
+            *inputs, dq, dk, dv, slope_rows, *strides, strides_of(of_q), strides_of(of_k), strides_of(of_v),
+            *common, operands.lists("keys"), operands.lists("queries"), *operands.sizes,
+            operands.section("q"), operands.section("k"), programs_k, *scales,
+            GROUPED=grouped, **operands.flags("backward_kv", config_k),
+        )  # fmt: skip
+        return
     if for_keys:
-        config = operands.config("backward_kv")
-        backward_kv_kernel[(operands.programs("k", config.block_n),)](
-            *inputs, dk, dv, *strides, strides_of(of_k), strides_of(of_v), *common, operands.lists("queries"),
-            *operands.sizes, operands.section("k"), *scales,
-            GROUPED=grouped, **operands.flags("backward_kv", config),
+        moving = operands.moving(config_k.descriptors, config_k.block_m, q, do)
+        backward_kv_kernel[(programs_k,)](
+            moving[0], k, v, moving[1], *inputs[4:], dk, dv, *strides, strides_of(of_k), strides_of(of_v), *common,
+            operands.lists("queries"), *operands.sizes, operands.section("k"), *scales,
+            GROUPED=grouped, DESCRIBED=config_k.descriptors, **operands.flags("backward_kv", config_k),
         )  # fmt: skip
     if for_queries:
-        config = operands.config("backward_q")
-        backward_q_kernel[(operands.programs("q", config.block_m),)](
-            *inputs, dq, slope_rows, *strides, strides_of(of_q), *common, operands.lists("keys"),
-            *operands.sizes, operands.section("q"), *scales, **operands.flags("backward_q", config),
+        moving = operands.moving(config_q.descriptors, config_q.block_n, k, v)
+        backward_q_kernel[(operands.programs("q", config_q.block_m),)](
+            q, *moving, *inputs[3:], dq, slope_rows, *strides, strides_of(of_q), *common,
+            operands.lists("keys"), *operands.sizes, operands.section("q"), *scales,
+            DESCRIBED=config_q.descriptors, **operands.flags("backward_q", config_q),
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from fusedops.attention.kernels_backward_q import gradient_of_queries
     ]
 )  # fmt: skip
 def backward_joint_kernel(
-    Q, K, V, DO, TOP, TOTAL, DELTA, DQ, DK, DV, DSLOPES,
+    Q, K, V, DO, TOP, WEIGHT, DELTA, DQ, DK, DV, DSLOPES,
     q_strides, k_strides, v_strides, do_strides, dq_strides, dk_strides, dv_strides,
     terms, dropout, starts_q, starts_k, key_lists, query_lists,
     heads, group, count, seqlen_q, seqlen_k, align, left, right, section_q, section_k, programs_k,
@@ -28,19 +28,19 @@ def backward_joint_kernel(
     program = tl.program_id(0)
     if program < programs_k:
         gradient_of_keys(
-            program, programs_k, Q, K, V, DO, TOP, TOTAL, DELTA, DK, DV,
+            program, programs_k, Q, K, V, DO, TOP, WEIGHT, DELTA, DK, DV,
             q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
             terms, dropout, starts_q, starts_k, query_lists,
             heads, group, count, seqlen_q, seqlen_k, align, left, right, section_k, scale, softcap, plain_scale,
             GROUPED, NATURAL, EXACT, SOFTCAP, LEFT, RIGHT,
-            D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, BLOCK,
+            D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, BLOCK, False,
         )  # fmt: skip
     else:
         gradient_of_queries(
-            program - programs_k, tl.num_programs(0) - programs_k, Q, K, V, DO, TOP, TOTAL, DELTA, DQ, DSLOPES,
+            program - programs_k, tl.num_programs(0) - programs_k, Q, K, V, DO, TOP, WEIGHT, DELTA, DQ, DSLOPES,
             q_strides, k_strides, v_strides, do_strides, dq_strides,
             terms, dropout, starts_q, starts_k, key_lists,
             heads, group, count, seqlen_q, seqlen_k, align, left, right, section_q, scale, softcap, plain_scale,
             NATURAL, EXACT, SOFTCAP, LEFT, RIGHT,
-            D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, BLOCK,
+            D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, BLOCK, False,
         )  # fmt: skip

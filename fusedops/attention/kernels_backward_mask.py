@@ -33,7 +33,7 @@ def backward_mask_kernel(
     V,
     DO,
     TOP,
-    TOTAL,
+    WEIGHT,
     DELTA,
     DMASK,  # (splits, mask batches, mask heads, rows or tiles of them, columns or tiles of them), contiguous
     q_strides,
@@ -126,7 +126,7 @@ def backward_mask_kernel(
                 scale, softcap, SOFTCAP, LEFT, RIGHT, True, True,
             )  # fmt: skip
             row = (batch.to(tl.int64) * heads + head) * seqlen_q + begin_q
-            top, weight = softmax_of_row(TOP + row, TOTAL + row, i, queries, EXACT)
+            top, weight = softmax_of_row(TOP + row, WEIGHT + row if EXACT else None, i, queries)
             p = probabilities(s, top[:, None], weight[:, None], NATURAL, EXACT)
             do_head = head_of(DO, batch, head, do_strides) + begin_q.to(tl.int64) * do_strides[2]
             do = load_rows(do_head, first, queries, do_strides[2], D_V, BLOCK_M, BLOCK_DV, True)
@@ -160,7 +160,7 @@ def mask_gradient(
     operands: Operands,
     do: torch.Tensor,
     top: torch.Tensor,
-    total: torch.Tensor,
+    weight: torch.Tensor | None,
     delta: torch.Tensor,
 ) -> None:
     """Launch, and write the mask's gradient to ``dmask``: contiguous, shape and dtype of the mask."""
@@ -187,7 +187,7 @@ def mask_gradient(
     parts = dmask if direct else torch.empty(shape, dtype=torch.float32, device=dmask.device)
     flags = operands.flags("backward_mask", config)
     backward_mask_kernel[(tiles * splits,)](
-        operands.q, operands.k, operands.v, do, top, total, delta, parts, *operands.strides, strides_of(do),
+        operands.q, operands.k, operands.v, do, top, weight, delta, parts, *operands.strides, strides_of(do),
         operands.terms, operands.dropout, *operands.starts, *operands.sizes, operands.scale, operands.softcap,
         rows, columns, mask_heads, summed, summed_heads, splits, PER_QUERY=per_query, PER_KEY=per_key, **flags,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from fusedops.attention.kernels_tiles import (
     keys_of_queries,
     listed,
     load_rows,
+    load_tile,
     scores,
     start_of,
     store_rows,
@@ -22,7 +23,7 @@ from fusedops.attention.kernels_tiles import (
 )
 from fusedops.attention.operands import Operands, strides_of
 from fusedops.attention.options import Options, empty_heads
-from fusedops.runtime.device import device_guard
+from fusedops.runtime.device import device_facts, device_guard
 
 
 @triton.jit
@@ -33,6 +34,7 @@ def _attend(
     q,
     K,
     V,
+    of_keys,
     index,
     first,
     last,
@@ -61,13 +63,17 @@ def _attend(
     PRECISION: tl.constexpr,
     TILES: tl.constexpr,
     LISTED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """The online softmax over the key tiles first … last."""
     STEP: tl.constexpr = 1 if LISTED else BLOCK_N
-    for step in range(first, last, STEP):
+    # Without a band the edge is at most one tile: nothing to keep in flight, and fewer registers.
+    STAGES: tl.constexpr = 1 if EDGE and DESCRIBED and not (LEFT or RIGHT or LISTED) else None
+    for step in tl.range(first, last, STEP, num_stages=STAGES, warp_specialize=SPECIALIZE and not EDGE):
         start = start_of(step, index, TILES, BLOCK_N, LISTED)
-        k = load_rows(K, start, shape[1], k_stride, D_K, BLOCK_N, BLOCK_DK, EDGE)
+        k = load_tile(K, of_keys, start, shape[1], k_stride, D_K, BLOCK_N, BLOCK_DK, EDGE, DESCRIBED)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if EDGE or not PLAIN:
             j = start + tl.arange(0, BLOCK_N)
@@ -87,15 +93,18 @@ def _attend(
             alpha = tl.exp2(top - new_top)
         total = total * alpha + tl.sum(p, axis=1)
         if dropout is not None:
-            p = p * kept(dropout, row, start, BLOCK_M, BLOCK_N)
-        v = load_rows(V, start, shape[1], v_stride, D_V, BLOCK_N, BLOCK_DV, EDGE)
+            # What is kept is scaled after the sum: a scaled p would be rounded once more.
+            p = tl.where(kept(dropout, row, start, BLOCK_M, BLOCK_N) != 0.0, p, 0.0)
+        v = load_tile(V, of_keys, start, shape[1], v_stride, D_V, BLOCK_N, BLOCK_DV, EDGE, DESCRIBED)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         top = new_top
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=["heads", "count", "seqlen_q", "seqlen_k", "align", "left", "right", "section"])
-def forward_kernel(
+@triton.jit
+def output_of_queries(
+    program,
+    programs,
     Q,  # (batch, heads, seqlen_q, D_K)
     K,  # (batch, heads / group, seqlen_k, D_K)
     V,  # (batch, heads / group, seqlen_k, D_V)
@@ -139,15 +148,21 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
+    DESCRIBED: tl.constexpr,  # K and V are tensor descriptors
+    SPECIALIZE: tl.constexpr,  # loads and products in warps of their own
 ):
-    """out = softmax(s) v and lse = log Σ exp(s). A program owns BLOCK_M queries of one head."""
+    """What one program does, which owns BLOCK_M queries of one head: out = softmax(s) v and lse = log Σ exp(s)."""
     batch, sequence, head, first, begin, length = tile_of(
-        tl.program_id(0), tl.num_programs(0), starts_q, count, heads, seqlen_q, section, RIGHT, BLOCK_M
+        program, programs, starts_q, count, heads, seqlen_q, section, RIGHT, BLOCK_M
     )
     rows = first + tl.arange(0, BLOCK_M)
     q_head = head_of(Q, batch, head, q_strides) + begin.to(tl.int64) * q_strides[2]
-    k_head = head_of(K, batch, head // group, k_strides)
-    v_head = head_of(V, batch, head // group, v_strides)
+    if DESCRIBED:
+        k_head = K
+        v_head = V
+    else:
+        k_head = head_of(K, batch, head // group, k_strides)
+        v_head = head_of(V, batch, head // group, v_strides)
     keys = seqlen_k
     if starts_k is not None:
         begin_k, keys = bounds_of(starts_k, sequence, count, seqlen_k)
@@ -170,7 +185,7 @@ def forward_kernel(
         total += tl.where(sink == float("-inf"), 0.0, 1.0)
     TILES: tl.constexpr = BLOCK // BLOCK_N
     LISTED: tl.constexpr = lists is not None
-    index = k_head
+    index = LSE
     if LISTED:
         index, partly, wholly = listed(lists, sequence, head, first // BLOCK)
         edge, end = partly * 0, partly * TILES
@@ -181,22 +196,26 @@ def forward_kernel(
         if LEFT:
             edge = tl.maximum(whole, inner)
             acc, total, top = _attend(
-                acc, total, top, q, k_head, v_head, index, near, tl.minimum(inner, end), rows, row + first,
-                k_strides[2], v_strides[2], terms, dropout, (sequence, head), (length, keys), (low, high, shift),
-                scale, softcap, NATURAL, PLAIN, SOFTCAP, LEFT, RIGHT,
-                D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED, EDGE=True,
+                acc, total, top, q, k_head, v_head, (batch, head // group), index,
+                near, tl.minimum(inner, end), rows, row + first, k_strides[2], v_strides[2], terms, dropout,
+                (sequence, head), (length, keys), (low, high, shift), scale, softcap,
+                NATURAL, PLAIN, SOFTCAP, LEFT, RIGHT,
+                D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED,
+                DESCRIBED, SPECIALIZE, EDGE=True,
             )  # fmt: skip
     acc, total, top = _attend(
-        acc, total, top, q, k_head, v_head, index, inner, whole, rows, row + first,
+        acc, total, top, q, k_head, v_head, (batch, head // group), index, inner, whole, rows, row + first,
         k_strides[2], v_strides[2], terms, dropout, (sequence, head), (length, keys), (low, high, shift),
         scale, softcap, NATURAL, PLAIN, SOFTCAP, LEFT, RIGHT,
-        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED, EDGE=False,
+        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED,
+        DESCRIBED, SPECIALIZE, EDGE=False,
     )  # fmt: skip
     acc, total, top = _attend(
-        acc, total, top, q, k_head, v_head, index, edge, end, rows, row + first,
+        acc, total, top, q, k_head, v_head, (batch, head // group), index, edge, end, rows, row + first,
         k_strides[2], v_strides[2], terms, dropout, (sequence, head), (length, keys), (low, high, shift),
         scale, softcap, NATURAL, PLAIN, SOFTCAP, LEFT, RIGHT,
-        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED, EDGE=True,
+        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, TILES, LISTED,
+        DESCRIBED, SPECIALIZE, EDGE=True,
     )  # fmt: skip
 
     # A row that sees no key has top = -inf and total = 0: out = 0, lse = -inf.
@@ -209,7 +228,41 @@ def forward_kernel(
     tl.store(TOP + row + rows, top, mask=rows < length)
     tl.store(TOTAL + row + rows, total, mask=rows < length)
     out_head = head_of(OUT, batch, head, out_strides) + begin.to(tl.int64) * out_strides[2]
+    if dropout is not None:
+        acc = acc * dropout.scale
     store_rows(out_head, acc / divisor[:, None], first, length, out_strides[2], D_V, BLOCK_M, BLOCK_DV)
+
+
+@triton.jit(
+    do_not_specialize=["heads", "count", "seqlen_q", "seqlen_k", "align", "left", "right", "section", "programs"]
+)
+def forward_kernel(
+    Q, K, V, OUT, LSE, TOP, TOTAL, q_strides, k_strides, v_strides, out_strides,
+    terms, sinks, dropout, starts_q, starts_k, lists,
+    heads, group, count, seqlen_q, seqlen_k, align, left, right, section, programs, scale, softcap, sink_scale,
+    NEGATE: tl.constexpr, NATURAL: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    DESCRIBED: tl.constexpr, SPECIALIZE: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """out and lse; arguments as of :func:`output_of_queries`. PERSISTENT: each program takes one tile after another."""
+    if PERSISTENT:
+        for program in range(tl.program_id(0), programs, tl.num_programs(0)):
+            output_of_queries(
+                program, programs, Q, K, V, OUT, LSE, TOP, TOTAL, q_strides, k_strides, v_strides, out_strides,
+                terms, sinks, dropout, starts_q, starts_k, lists,
+                heads, group, count, seqlen_q, seqlen_k, align, left, right, section, scale, softcap, sink_scale,
+                NEGATE, NATURAL, PLAIN, SOFTCAP, LEFT, RIGHT,
+                D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, BLOCK, DESCRIBED, SPECIALIZE,
+            )  # fmt: skip
+    else:
+        output_of_queries(
+            tl.program_id(0), programs, Q, K, V, OUT, LSE, TOP, TOTAL, q_strides, k_strides, v_strides, out_strides,
+            terms, sinks, dropout, starts_q, starts_k, lists,
+            heads, group, count, seqlen_q, seqlen_k, align, left, right, section, scale, softcap, sink_scale,
+            NEGATE, NATURAL, PLAIN, SOFTCAP, LEFT, RIGHT,
+            D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, BLOCK, DESCRIBED, SPECIALIZE,
+        )  # fmt: skip
 
 
 def attention_forward(
@@ -223,13 +276,17 @@ def attention_forward(
     if q.numel() == 0:
         return out, lse, statistics
     operands = Operands.of(q, k, v, options)
-    config = operands.config("forward")
+    config = operands.config("forward", operands.k, operands.v)
     with device_guard(q):
-        forward_kernel[(operands.programs("q", config.block_m),)](
-            operands.q, operands.k, operands.v, out, lse, *statistics,
+        programs = operands.programs("q", config.block_m)
+        keys, values = operands.moving(config.descriptors, config.block_n, operands.k, operands.v)
+        resident = device_facts(q.device).multiprocessor_count if config.persistent else programs
+        forward_kernel[(min(programs, resident),)](
+            operands.q, keys, values, out, lse, *statistics,
             *operands.strides, strides_of(out), operands.terms, operands.sinks, operands.dropout,
-            *operands.starts, operands.lists("keys"), *operands.sizes, operands.section("q"),
+            *operands.starts, operands.lists("keys"), *operands.sizes, operands.section("q"), programs,
             abs(operands.scale), operands.softcap, operands.unit,
-            NEGATE=operands.scale < 0, **operands.flags("forward", config),
+            NEGATE=operands.scale < 0, DESCRIBED=config.descriptors, SPECIALIZE=config.specialize,
+            PERSISTENT=config.persistent, **operands.flags("forward", config),
         )  # fmt: skip
     return out, lse, statistics

@@ -54,6 +54,28 @@ def load_rows(
 
 
 @triton.jit
+def load_tile(
+    X,  # a head: (count, SIZE); where DESCRIBED, the descriptor of (batch, heads, count, SIZE)
+    place,  # (batch, head)
+    first,
+    count,
+    stride,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """As :func:`load_rows`; a descriptor ends at each head's own last row, beyond which it gives zeros."""
+    if DESCRIBED:
+        batch, head = place
+        tile = X.load([batch, head, first, 0]).reshape(BLOCK_ROWS, BLOCK_SIZE)
+    else:
+        tile = load_rows(X, first, count, stride, SIZE, BLOCK_ROWS, BLOCK_SIZE, RAGGED)
+    return tile
+
+
+@triton.jit
 def store_rows(
     X, tile, first, count, stride, SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
@@ -229,29 +251,21 @@ def exponential(x, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def softmax_of_row(TOP, TOTAL, rows, length, EXACT: tl.constexpr):
-    """(top, weight) of each row, so that its probabilities are ``exponential(s - top) · weight``.
+def softmax_of_row(TOP, WEIGHT, rows, length):
+    """(top, weight) of each row as kernels_backward.rows_kernel left them; rows past the end get probabilities of zero.
 
-    TOP and TOTAL are the forward's: the row's maximum and its Σ exponential(s - maximum). A row that sees no key, and
-    one past the end, gets top = inf: its probabilities are zero.
-
-    Where not EXACT, the total goes into top and the weight is one. That rounds top, whose error is then the relative
-    error of all probabilities: nothing beside what 16-bit operands cost, but too much for float32, and for a float
-    mask, which may put every score of a row at -3e38.
+    WEIGHT is None where the weights are one.
     """
-    inside = rows < length
-    top = tl.load(TOP + rows, mask=inside, other=float("-inf"))
-    total = tl.load(TOTAL + rows, mask=inside, other=1.0)
-    total = tl.where(top == float("-inf"), 1.0, total)
-    weight = 1.0 / total
-    if not EXACT:
-        top += tl.log2(total)
-    return tl.where(top == float("-inf"), float("inf"), top), weight
+    top = tl.load(TOP + rows, mask=rows < length, other=float("inf"))
+    weight = top
+    if WEIGHT is not None:
+        weight = tl.load(WEIGHT + rows, mask=rows < length, other=0.0)
+    return top, weight
 
 
 @triton.jit
 def probabilities(s, top, weight, NATURAL: tl.constexpr, EXACT: tl.constexpr):
-    """P = softmax(s) of a tile; ``top`` and ``weight`` of its rows, broadcast as the tile lies."""
+    """P = exponential(s - top) · weight of a tile, weighted where EXACT; ``top`` and ``weight`` lie as it does."""
     p = exponential(s - top, NATURAL)
     if EXACT:
         p = p * weight

@@ -13,8 +13,13 @@ from fusedops.attention.tuning import BLOCK, AttentionConfig, AttentionProblem, 
 from fusedops.autotune.resolve import resolve
 from fusedops.runtime.device import device_facts
 from fusedops.runtime.dropout import threshold_and_scale
-from fusedops.runtime.launch import ceil_div, options
+from fusedops.runtime.launch import ceil_div, next_power_of_2, options
 from fusedops.runtime.precision import dot_precision
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
 
 LOG2E = 1.4426950408889634
 
@@ -82,6 +87,29 @@ class Lists(NamedTuple):
     counts: torch.Tensor
     block_strides: Strides
     count_strides: Strides
+
+
+# Below this length a kernel takes little longer than its launch, which descriptors lengthen.
+_WORTH_DESCRIBING = 512
+
+
+def _describable(tensor: torch.Tensor) -> bool:
+    """What the copy engine asks: 16-byte steps between rows, heads and batches, and an aligned beginning."""
+    step = 16 // tensor.element_size()
+    if tensor.data_ptr() % 16 or tensor.stride(3) != 1 or tensor.shape[3] % step:
+        return False
+    return all(
+        size == 1 or (stride > 0 and stride % step == 0)
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+
+
+def _descriptor(tensor: torch.Tensor, rows: int) -> Any:
+    """Of (batch, heads, length, size); its block is ``rows`` rows of one head."""
+    size = tensor.shape[3]
+    # A dimension of size 1 may have any stride, even one that a descriptor cannot have.
+    strides = [stride if of > 1 else size for of, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, max(16, next_power_of_2(size))])
 
 
 _NO_TERMS = Terms(None, (0, 0, 0), None, None, None, (0,), None, None)
@@ -204,23 +232,54 @@ class Operands:
         held = device_facts(self.q.device).cache // max(bytes_a_head, 1)
         return max(1, min(held * shared, self.q.shape[0] * (self.q if side == "q" else self.k).shape[1]))
 
-    def config(self, kernel: Pass) -> AttentionConfig:
-        return resolve(self.problem(kernel), self.q.device, default_config)
+    def describable(self, *tensors: torch.Tensor) -> bool:
+        """Whether tensor descriptors can stand for these, and it is worth the host's time to make them.
+
+        A descriptor has its tensor's own lengths: it ends at each head's last row. Packed sequences have no lengths on
+        the host.
+        """
+        if TensorDescriptor is None or self.options.sequences or self.q.element_size() > 2:
+            return False
+        if min(self.q.shape[2], self.k.shape[2]) < _WORTH_DESCRIBING:
+            return False
+        return all(_describable(tensor) for tensor in tensors)
+
+    def moving(self, descriptors: bool, rows: int, *tensors: torch.Tensor) -> list[Any]:
+        """The tensors whose tiles of ``rows`` rows a kernel moves, or descriptors of them."""
+        return [_descriptor(tensor, rows) if descriptors else tensor for tensor in tensors]
+
+    def config(self, kernel: Pass, *moving: torch.Tensor) -> AttentionConfig:
+        """``moving``: the tensors whose tiles move; none where the kernel has no use for descriptors."""
+        described = bool(moving) and self.describable(*moving)
+        return resolve(self.problem(kernel, described), self.q.device, default_config)
 
     @property
     def natural(self) -> bool:
         return self.unit == 1.0
 
     @property
+    def exact(self) -> bool:
+        """Whether a backward needs each row's maximum and sum apart (kernels_backward.rows_kernel)."""
+        return self.natural or self.q.dtype == torch.float32
+
+    @property
     def modified(self) -> bool:
         """Whether more has to be done to a score, or to its weight, than to scale it."""
         return self.terms is not _NO_TERMS or self.softcap != 0.0 or self.dropout is not None
 
-    def problem(self, kernel: Pass) -> AttentionProblem:
+    def problem(self, kernel: Pass, described: bool = False) -> AttentionProblem:
         q, v = self.q, self.v
         causal = self.right is not None
         return AttentionProblem.of(
-            kernel, q.shape[3], v.shape[3], q.shape[2], v.shape[2], q.element_size(), causal, self.modified
+            kernel,
+            q.shape[3],
+            v.shape[3],
+            q.shape[2],
+            v.shape[2],
+            q.element_size(),
+            causal,
+            self.modified,
+            described,
         )
 
     def flags(self, kernel: Pass, config: AttentionConfig) -> dict[str, Any]:
@@ -246,7 +305,7 @@ class Operands:
             added = terms.mask is not None or terms.slopes is not None or terms.score_mod is not None
             flags["PLAIN"] = not (asked or added or self.softcap)
         else:
-            flags["EXACT"] = self.natural or self.q.dtype == torch.float32
+            flags["EXACT"] = self.exact
         return flags | options(config.num_warps, config.num_stages)
 
 

@@ -144,6 +144,7 @@ class _Side(NamedTuple):
         total: tokens, those past the last sequence included.
         lengths: (sequences,).
         tokens: (sequences, longest): which token each place of a padded sequence holds; any one past its end.
+        past: (sequences, longest): True past its end.
         sequence, place: (total,): the padded place of each token.
         packed: (total, 1): False for a token past the last sequence.
     """
@@ -151,6 +152,7 @@ class _Side(NamedTuple):
     total: int
     lengths: torch.Tensor
     tokens: torch.Tensor
+    past: torch.Tensor
     sequence: torch.Tensor
     place: torch.Tensor
     packed: torch.Tensor
@@ -160,17 +162,19 @@ class _Side(NamedTuple):
         starts = starts.long()
         lengths = starts[1:] - starts[:-1]
         places = torch.arange(longest, device=starts.device)
+        past = places >= lengths[:, None]
         tokens = (starts[:-1, None] + places).clamp(max=max(total - 1, 0))
         each = torch.arange(total, device=starts.device)
         sequence = torch.bucketize(each, starts[1:].contiguous(), right=True).clamp(max=max(lengths.numel() - 1, 0))
         place = (each - starts[sequence]).clamp(0, max(longest - 1, 0))
-        return cls(total, lengths, tokens, sequence, place, (each < starts[-1])[:, None])
+        return cls(total, lengths, tokens, past, sequence, place, (each < starts[-1])[:, None])
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """(1, heads, total, size) as (sequences, heads, longest, size)."""
+        """(1, heads, total, size) as (sequences, heads, longest, size), zeros past the end of each sequence."""
         if self.total == 0:
             return x.new_zeros(self.tokens.shape[0], x.shape[1], self.tokens.shape[1], x.shape[3])
-        return x[0].transpose(0, 1)[self.tokens].transpose(1, 2)
+        rows = x[0].transpose(0, 1)[self.tokens]
+        return rows.masked_fill(self.past[..., None, None], 0.0).transpose(1, 2)
 
     def unpad(self, x: torch.Tensor, beyond: float = 0.0) -> torch.Tensor:
         """The way back; tokens past the last sequence get ``beyond``."""
@@ -310,9 +314,7 @@ def attention_backward(
             dp = dp * grid.keep
         delta = (do * (weights @ values)).sum(-1, keepdim=True)
         if dlse is not None:
-            # A padded row past the end of its sequence repeats another token's gradient: it is none of its own.
-            inside = torch.ones_like(delta) if packing is None else (grid.i < packing.q.lengths.view(-1, 1, 1, 1))
-            delta = delta - dlse * inside
+            delta = delta - dlse
         ds = p * (dp - delta)
         dmask = dslopes = dsinks = None
         if options.float_mask:
@@ -322,8 +324,6 @@ def attention_backward(
             dslopes = -(ds * grid.distance()).sum((2, 3)).sum_to_size(options.alibi_slopes.shape)
         if options.sinks is not None:
             share = torch.exp(options.sinks.to(compute).view(-1, 1, 1) - top) / total
-            if packing is not None:
-                share = share * (grid.i < packing.q.lengths.view(-1, 1, 1, 1))
             dsinks = -(share * delta).sum((0, 2, 3))
         if options.score_mod:
             with torch.enable_grad():

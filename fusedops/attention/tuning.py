@@ -34,6 +34,7 @@ class AttentionProblem:
         itemsize: bytes of an element of q, k and v.
         causal: keys beyond the diagonal are left out.
         modified: more has to be done to a score, or to its weight, than to scale it.
+        described: tensor descriptors can stand for the tensors whose tiles move.
     """
 
     kernel: Pass
@@ -44,13 +45,23 @@ class AttentionProblem:
     itemsize: int
     causal: bool
     modified: bool
+    described: bool = False
 
     @classmethod
     def of(
-        cls, kernel: Pass, d_k: int, d_v: int, seqlen_q: int, seqlen_k: int, itemsize: int, causal: bool, modified: bool
+        cls,
+        kernel: Pass,
+        d_k: int,
+        d_v: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        itemsize: int,
+        causal: bool,
+        modified: bool,
+        described: bool = False,
     ) -> AttentionProblem:
         rows, keys = min(_block(seqlen_q), _LARGEST), min(_block(seqlen_k), _LARGEST)
-        return cls(kernel, _block(d_k), _block(d_v), rows, keys, itemsize, causal, modified)
+        return cls(kernel, _block(d_k), _block(d_v), rows, keys, itemsize, causal, modified, described)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +71,18 @@ class AttentionConfig:
     block_n: keys a tile.
     num_warps: warps a program.
     num_stages: tiles in flight in the software pipeline.
+    descriptors: the tiles that move are copied by tensor descriptors.
+    persistent: one program a multiprocessor, which takes one tile of queries after another (forward).
+    specialize: loads and products in warps of their own (forward).
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    descriptors: bool = False
+    persistent: bool = False
+    specialize: bool = False
 
     def shared_memory(self, problem: AttentionProblem, facts: DeviceFacts) -> int:
         """Bytes of shared memory, at most about: the tiles in flight, those that stay, and a tile of scores or mask.
@@ -99,13 +116,28 @@ class AttentionConfig:
         return held / (self.num_warps * warp_size)
 
 
+# With descriptors, and without them for what they cannot describe; the last two are candidates for Hopper and Blackwell
+# alone. Triton may refuse to specialise warps (which depends on its version, the tile and the mask): such a candidate
+# fails to compile and is passed over.
 SPACE = tuple(
-    AttentionConfig(block_m, block_n, num_warps, num_stages)
+    AttentionConfig(block_m, block_n, num_warps, num_stages, descriptors, persistent, specialize)
     for block_m in (16, 32, 64, 128)
     for block_n in (16, 32, 64, 128)
     for num_warps in (2, 4, 8)
     for num_stages in (1, 2, 3, 4)
+    for descriptors, persistent, specialize in (
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, False, True),
+        (True, True, True),
+    )
 )
+
+
+def copies_by_descriptors(facts: DeviceFacts) -> bool:
+    """Whether the device copies tiles by tensor descriptors; the interpreter does what they do."""
+    return facts.vendor == "interpreter" or facts.capability >= 90
 
 
 def prune(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts) -> str | None:
@@ -114,6 +146,12 @@ def prune(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts
         return "the tile is larger than the problem"
     if problem.kernel == "backward_mask" and config.num_stages > 1:
         return "the kernel has nothing to keep in flight"
+    if config.descriptors and not (problem.described and copies_by_descriptors(facts)):
+        return "tensor descriptors do not serve these tensors on this device"
+    if config.descriptors and problem.kernel == "backward_mask":
+        return "the kernel moves no tiles"
+    if (config.persistent or config.specialize) and not (problem.kernel == "forward" and 90 <= facts.capability < 120):
+        return "neither persistent nor specialised programs are made for this kernel or device"
     if config.shared_memory(problem, facts) > facts.shared_memory:
         return f"more than {facts.shared_memory} bytes of shared memory"
     if config.registers(problem, facts.warp_size) > (400 if facts.vendor == "amd" else 200):
@@ -273,7 +311,9 @@ def default_config(problem: AttentionProblem, facts: DeviceFacts) -> AttentionCo
         if smaller == config:
             break
         config = smaller
-    return config
+    # Fewer instructions and registers than by pointers, for every tile of these tables (docs/attention.md).
+    described = problem.described and copies_by_descriptors(facts) and facts.vendor != "interpreter"
+    return replace(config, descriptors=described and problem.kernel != "backward_mask")
 
 
 def _smaller(config: AttentionConfig) -> AttentionConfig:
