@@ -3,8 +3,8 @@
 #   make demo     a pretrained encoder and a training run through fusedops, with a picture: demo.png
 #   make test     every test that this machine can run
 #   make lint     ruff and mypy
-#   make bench    the host's overhead; on a GPU machine also correctness and speed of every operator, and the norms
-#                 and linear layers beside other libraries'; elsewhere what the compiled kernels consist of
+#   make bench    the host's overhead; on a GPU machine also correctness and speed of every operator, and the norms,
+#                 linear layers and attention beside other libraries'; elsewhere what the compiled kernels consist of
 #   make clean    remove .venv and everything that was built
 #
 # Another interpreter: make test PYTHON=python3.12
@@ -13,7 +13,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
-TEST_ARGS ?= -n 2
+TEST_ARGS ?= -n 2 --dist worksteal
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
@@ -26,6 +26,10 @@ endif
 # Builds of torch for CUDA and ROCm bring their own Triton; only where none came with it this one is installed, for
 # its interpreter and its compiler. There is none for macOS and Windows: the tests that run kernels are left out there.
 TRITON := triton==3.9.0; sys_platform == 'linux'
+
+# pip leaves the packages' sources uncompiled (--no-compile): each module is compiled where it is first imported. Where
+# the environment forbids to keep that, every process that imports torch would spend seconds on it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint bench clean
 
@@ -44,9 +48,11 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) benchmarks/cpu_overhead.py
 	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	  $(RUN) benchmarks/device_check.py && $(RUN) benchmarks/norm.py && $(RUN) benchmarks/linear.py --quick; \
+	  $(RUN) benchmarks/device_check.py && $(RUN) benchmarks/norm.py && $(RUN) benchmarks/linear.py --quick \
+	  && $(RUN) benchmarks/attention.py --quick; \
 	elif $(RUN) -c "import triton" 2>/dev/null; then \
-	  $(RUN) benchmarks/norm.py --static --widths 1024 16384 && $(RUN) benchmarks/linear.py --static --targets sm_90; fi
+	  $(RUN) benchmarks/norm.py --static --widths 1024 16384 && $(RUN) benchmarks/linear.py --static --targets sm_90 \
+	  && $(RUN) benchmarks/attention.py --static --targets sm_90 --sizes 128; fi
 
 clean:
 	rm -rf .venv build dist fusedops.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis demo.png

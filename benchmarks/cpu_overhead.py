@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             result("MiniLM, 12 sentences", minilm(encoder.SENTENCES), options.repeats, options.limit),
             result("GPT training step", gpt_step(), options.repeats, options.limit),
         ]
-    results.append(imports(max(1, options.repeats // 8), options.import_limit))
+    results.append(imports(max(3, options.repeats // 8), options.import_limit))
     report = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -96,13 +96,13 @@ def _patch(model: Any) -> None:
 _ENOUGH_SECONDS = 60.0
 
 
-def result(name: str, runs: dict[str, Run], repeats: int, limit: float) -> dict[str, Any]:
+def result(name: str, runs: dict[str, Run], repeats: int, limit: float, warm_up: int = 3) -> dict[str, Any]:
     """Measure ``repeats`` pairs, and on a noisy machine more, until it is clear on which side of the limit they are."""
     began = time.monotonic()
     plain: list[float] = []
     patched: list[float] = []
     for _ in range(8):
-        more = interleave(runs, repeats)
+        more = interleave(runs, repeats, 0 if plain else warm_up)
         plain += more["plain"]
         patched += more["patched"]
         low, high = median_interval([b / a for a, b in zip(plain, patched, strict=True)])
@@ -120,7 +120,7 @@ def imports(repeats: int, limit: float) -> dict[str, Any]:
         return lambda: subprocess.run(command, env=environment, check=True)
 
     runs = {"plain": importing("torch"), "patched": importing("fusedops")}
-    return result("import fusedops / import torch", runs, repeats, limit)
+    return result("import fusedops / import torch", runs, repeats, limit, warm_up=1)
 
 
 def _entry(name: str, plain: list[float], patched: list[float], limit: float) -> dict[str, Any]:

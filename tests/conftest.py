@@ -15,6 +15,7 @@ import importlib.util
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -39,6 +40,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Derandomised: the same examples in every run; a failing one is found again without a database.
 hypothesis.settings.register_profile("fusedops", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fusedops")
+
+if TYPE_CHECKING:
+    from tests.harness.compile import CompileWorker
 
 _AVAILABLE = {
     "interpreter": SETTINGS.interpret and _HAS_TRITON,
@@ -112,6 +116,16 @@ def _run(name: str) -> Iterator[Runner]:
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[CompileWorker]:
+    """A process that compiles kernels: one for all tests, for it takes seconds to start."""
+    from tests.harness.compile import CompileWorker
+
+    worker = CompileWorker()
+    yield worker
+    worker.close()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from fusedops.attention.block_mask import BlockMask
 from fusedops.attention.modifiers import MaskMod, ScoreMod
 from fusedops.attention.options import Options
-from fusedops.attention.reference import default_scale
+from fusedops.attention.reference import default_scale, longest_of
 from fusedops.runtime.checks import (
     check_bool,
     check_number,
@@ -94,7 +95,8 @@ def _check_causal(function: str, causal: Any, window: Any) -> tuple[bool, int | 
                 wrong_type(function, "window", takes, window)
             if side is not None and side < 0:
                 wrong_value(function, "window", takes, window)
-        left, right = window
+        # No pair of positions is further apart, and the operator takes 64 bits.
+        left, right = (None if isinstance(side, int) and side >= 1 << 31 else side for side in window)
     # By value: 0 and 1 are neither of torch's booleans, but equal to them.
     return causal not in (True, "top_left"), left, right if causal is False else 0
 
@@ -113,6 +115,8 @@ def _check_rule(function: str, name: str, rule: MaskMod | ScoreMod, q: torch.Ten
     for arg in rule.args:
         if arg.device != q.device:
             wrong_value(function, name, f"a rule whose args are on q's device {q.device}", arg)
+        if arg.requires_grad:
+            wrong_value(function, name, "a rule whose args require no gradient: they get none", arg)
 
 
 def check_modifiers(
@@ -146,10 +150,12 @@ def check_modifiers(
         scale = default_scale(size)
     else:
         check_number(function, "scale", scale)
+        if not math.isfinite(scale):
+            wrong_value(function, "scale", "None or a finite number", scale)
     if given.softcap:
         check_number(function, "softcap", given.softcap)
-        if not given.softcap > 0:
-            wrong_value(function, "softcap", "0 (none) or a positive number", given.softcap)
+        if not 0 < given.softcap < math.inf:
+            wrong_value(function, "softcap", "0 (none) or a positive, finite number", given.softcap)
     elif given.softcap != 0 or isinstance(given.softcap, bool):
         check_number(function, "softcap", given.softcap)
     if given.dropout_p:
@@ -197,6 +203,14 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Mo
     return check_modifiers("attention", given, q, batch, (seqlen_q, seqlen_k))
 
 
+def check_longest(sequences: Sequence[torch.Tensor], longest: tuple[int, int]) -> None:
+    """No sequence is longer than was said. Reads the numbers, which is free on a CPU alone."""
+    for name, starts, said in zip(("max_seqlen_q", "max_seqlen_k"), sequences, longest, strict=True):
+        found = longest_of(starts)
+        if found > said:
+            wrong_value("attention_varlen", name, f"at least {found}, the length of the longest sequence", said)
+
+
 def check_block_mask(q: torch.Tensor, k: torch.Tensor, block_mask: Any) -> BlockMask:
     """The block mask, made of FlexAttention's where it is one."""
     if type(block_mask).__module__ == "torch.nn.attention.flex_attention":
@@ -210,6 +224,7 @@ def check_block_mask(q: torch.Tensor, k: torch.Tensor, block_mask: Any) -> Block
         wrong_value("attention", "block_mask", f"of shape {wanted}, or 1 for the first two", block_mask)
     if block_mask.device != q.device:
         wrong_value("attention", "block_mask", f"on q's device {q.device}", block_mask)
+    _check_rule("attention", "block_mask", block_mask.mask_mod, q)
     return block_mask
 
 

@@ -61,7 +61,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any)
 
         return attention_forward(q, k, v, Options(*options))
     out, lse, statistics = reference.attention(q, k, v, Options(*options))
-    return empty_heads(q, out.shape).copy_(out), lse, statistics
+    return empty_heads(q, out.shape).copy_(out), lse.contiguous(), statistics.contiguous()
 
 
 def _attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Outputs:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusedops.attention.modifiers import MaskMod
+from fusedops.attention.modifiers import MaskMod, register_rule
 from fusedops.runtime.backend import HAS_TRITON, device_reasons, might_use_triton, use_triton
 from fusedops.runtime.checks import check_count, describe, wrong_type, wrong_value
 from fusedops.runtime.launch import ceil_div
@@ -357,27 +357,27 @@ def bit_of_tile(
 
 def _built_in(definition: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...]) -> MaskMod:
     """The built-in rule of this definition, about these tensors."""
-    # Not by MaskMod's own constructor, which registers names, and which traced code cannot go through.
-    rule, known = object.__new__(MaskMod), _without_tensors(definition.__name__)
-    object.__setattr__(rule, "function", known.function)
+    # Not by MaskMod's own constructor, which traced code cannot go through.
+    rule, (function, name) = object.__new__(MaskMod), _function_and_name(definition.__name__)
+    object.__setattr__(rule, "function", function)
     object.__setattr__(rule, "args", args)
     object.__setattr__(rule, "definition", definition)
-    object.__setattr__(rule, "name", known.name)
+    object.__setattr__(rule, "name", name)
     return rule
 
 
-def _without_tensors(name: str) -> MaskMod:
-    """The built-in rule of this name. The kernels' function has the name of the definition."""
+def _function_and_name(definition: str) -> tuple[Any, str]:
+    """(Triton function, registered name) of the built-in rule whose definition has this name, as has the function."""
     function = None
     if HAS_TRITON:
         from fusedops.attention import kernels_block_mask
 
-        function = getattr(kernels_block_mask, name)
-    return MaskMod(function, (), globals()[name])
+        function = getattr(kernels_block_mask, definition)
+    return function, register_rule(function, None, globals()[definition])
 
 
 # A built-in rule is the same in the whole process: traced code takes it as a constant.
-_without_tensors._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_function_and_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _reasons(mask_mod: MaskMod, device: torch.device) -> list[str]:

@@ -18,11 +18,12 @@ from fusedops.attention.arguments import (
     check_block_mask,
     check_document_ids,
     check_drop_in_options,
+    check_longest,
     check_scaled_dot_product_attention,
 )
 from fusedops.attention.autograd import attention_op, gradient_asked
 from fusedops.attention.block_mask import BlockMask
-from fusedops.attention.modifiers import MaskMod, ScoreMod, functions_of
+from fusedops.attention.modifiers import MaskMod, ScoreMod, parts_of
 from fusedops.attention.nested import check_nested, is_length, nested_like, pack
 from fusedops.attention.options import Options
 from fusedops.attention.tuning import WIDE, too_small
@@ -58,9 +59,9 @@ def _unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opt
 def _rule_reasons(q: torch.Tensor, k: torch.Tensor, options: Options) -> list[str]:
     reasons = []
     for kind, name in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
-        if name and functions_of(name).function is None:
+        if name and not parts_of(name)[0]:
             reasons.append(f"{kind} has no Triton function")
-    if options.score_mod and gradient_asked(q, k) and functions_of(options.score_mod).gradient is None:
+    if options.score_mod and gradient_asked(q, k) and not parts_of(options.score_mod)[1]:
         reasons.append("score_mod has no gradient function, and q or k require a gradient")
     return reasons
 
@@ -68,7 +69,7 @@ def _rule_reasons(q: torch.Tensor, k: torch.Tensor, options: Options) -> list[st
 def _check_definitions(function: str, options: Options) -> None:
     """Raise where the torch backend lacks a rule's definition."""
     for kind, name in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
-        if name and functions_of(name).definition is None:
+        if name and not parts_of(name)[2]:
             raise BackendError(
                 f"{function}: the torch backend serves this call and needs the {kind}'s definition, which it has not:"
                 f" give {kind}=fusedops.{'ScoreMod' if kind == 'score_mod' else 'MaskMod'}(..., definition=...)."
@@ -89,7 +90,8 @@ _device_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the operator."""
     dtype = autocast_dtype(q)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if not q.dtype == k.dtype == v.dtype == dtype:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     options = options._replace(seed=_seed(q, options), precision=float32_precision(q))
     out, lse, _ = attention_op(q, k, v, *options)
     return out, lse
@@ -165,8 +167,8 @@ def attention(
         causal: which keys a query may see. False: all. True or ``"top_left"``, torch's rule: query i sees keys j ≤ i.
             ``"bottom_right"``, what decoding wants: j ≤ i + seqlen_k - seqlen_q, so that the last query sees all.
         window: (left, right): query i sees keys from ``left`` before to ``right`` after its place on the diagonal, both
-            ends included; None on a side: no limit there. The diagonal is ``causal``'s; without it, the bottom-right
-            one. (w - 1, 0) is a causal window of w keys. Blocks outside are never visited.
+            ends included; None on a side: no limit there. The diagonal is ``causal``'s, and then ``right`` counts as 0;
+            without it, the bottom-right one. (w - 1, 0) is a causal window of w keys. Blocks outside are never visited.
         attn_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k). bool: True where the query may see the key.
             Floating: added to the scores; its gradient is summed over what was broadcast.
         alibi_slopes: (heads,) or (batch, heads), floating: ``-slope · |distance|`` is added, the distance counted from
@@ -179,11 +181,13 @@ def attention(
             multiplied by 1 / (1 - dropout_p).
         return_lse: return the logarithm of the softmax's denominator too.
         score_mod: a :class:`fusedops.ScoreMod`, or a Triton function (then it has no gradient).
-        mask_mod: a :class:`fusedops.MaskMod`, or a Triton function. Asked at every pair of query and key.
-        block_mask: a :class:`fusedops.BlockMask`, or a block mask of torch's FlexAttention: blocks that it hides are
-            never visited, and its rule is asked only in blocks seen in part.
+        mask_mod: a :class:`fusedops.MaskMod`, or a Triton function. Asked at every pair of query and key. At most one
+            of this and the next two may be given.
+        block_mask: a :class:`fusedops.BlockMask`, or a block mask of torch's FlexAttention (converted on each call):
+            blocks that it hides are never visited, and its rule is asked only in blocks seen in part.
         document_ids: (batch, length) or (length,), integers, for packed documents: a query sees the keys of its own
-            document alone. Blocks without a common document are never visited.
+            document alone. Blocks without a common document are never visited. Layers that share documents had better
+            share a ``block_mask``, which is made once: :meth:`fusedops.BlockMask.from_document_ids`.
 
     Returns:
         out: (batch, heads, seqlen_q, size_v), dtype of q (autocast's dtype under autocast, as torch's). A query that
@@ -191,9 +195,10 @@ def attention(
         lse: with ``return_lse``, (batch, heads, seqlen_q), natural logarithm of Σ exp(scores), a sink's included,
             float32 (float64 for float64 inputs); −inf for a query that sees neither key nor sink. It has a gradient.
 
-    Memory beside the results: for the backward two float32 numbers a query and head, then one more; gradients of a
-    broadcast ``attn_mask`` take one float32 copy of it for each program that shares it. Nothing of size
-    seqlen_q · seqlen_k.
+    Memory of the kernels beside inputs and results: two float32 numbers a query and head are kept for the backward,
+    which takes two or three more while it runs. The gradient of an ``attn_mask`` that is broadcast over queries (keys)
+    takes a float32 copy of the mask for each tile of queries (keys) while it is summed. Nothing of the size of the
+    scores.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device; the message names it.
@@ -326,6 +331,8 @@ def _run_packed(
     if might_use_triton(q.device) and use_triton(function, _unsupported(q, k, v, options), q.device):
         return _run(q, k, v, options)
     _check_definitions(function, options)
+    if longest is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_longest(options.sequences, longest)
     options = options._replace(seed=_seed(q, options))
     return reference.attention_with_lse(q, k, v, options, longest)
 

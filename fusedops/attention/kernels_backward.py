@@ -90,11 +90,12 @@ def rows_kernel(
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), axis=1)
         if DLSE is not None:
             delta -= tl.load(DLSE + at, mask=inside, other=0.0)
+        # A row that sees nothing has lse = -inf, whose gradient may be NaN; so may what arrives past the last sequence.
+        delta = tl.where(total == 0.0, 0.0, delta)
         tl.store(DELTA + at, delta, mask=inside)
         if SINKS is not None:
             sink = tl.load(SINKS + head).to(tl.float32) * sink_scale
             share = exponential(sink - top, NATURAL) / divisor
-            # Past the last packed sequence the total is 0, and any gradient may arrive.
             tl.store(DSINKS + tl.program_id(0), -tl.sum(tl.where(total == 0.0, 0.0, share * delta)))
 
 

@@ -115,7 +115,7 @@ def _add_tile(
         if dropout is not None:
             dp = dp * keep
         ds = p * (dp - delta[None, :])
-        ds = through_scores(ds, plain, slope, terms, (sequence, head), i[None, :], j[:, None], shape, SOFTCAP)
+        ds = through_scores(ds, s, plain, slope, terms, (sequence, head), i[None, :], j[:, None], shape, SOFTCAP)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 

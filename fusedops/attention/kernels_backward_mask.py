@@ -35,7 +35,7 @@ def backward_mask_kernel(
     TOP,
     WEIGHT,
     DELTA,
-    DMASK,  # (splits, mask batches, mask heads, rows or tiles of them, columns or tiles of them), contiguous
+    DMASK,  # (splits, mask batches, mask heads, rows or 1, columns or 1), contiguous
     q_strides,
     k_strides,
     v_strides,
@@ -60,7 +60,7 @@ def backward_mask_kernel(
     summed,  # how many (sequence, head) a mask's head is broadcast to
     summed_heads,  # how many heads of one sequence
     splits,  # programs that share them
-    PER_QUERY: tl.constexpr,  # DMASK has a row for each query, else for each tile of queries
+    PER_QUERY: tl.constexpr,  # DMASK has a row for each query, else one
     PER_KEY: tl.constexpr,
     EXACT: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -76,30 +76,48 @@ def backward_mask_kernel(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program owns a tile of queries and keys, and its share of the batches and heads that one mask head serves.
+    """A program owns a tile of the mask, and its share of the batches and heads that one mask head serves.
 
-    It adds their dS; where the mask is broadcast over queries or keys, it adds up the tile's rows or columns too, and
-    what is left to add (over tiles and splits) is left to torch.
+    It adds their dS; where the mask is broadcast over queries or keys, those of all its tiles, and in the end the
+    tile's rows or columns. What is left to add, over splits, is left to torch.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_m = tl.cdiv(rows, BLOCK_M)
+    own_n = 1
+    own_m = 1
+    members = summed.to(tl.int64)
+    if PER_KEY:
+        own_n = tiles_n
+    else:
+        members = members * tiles_n
+    if PER_QUERY:
+        own_m = tiles_m
+    else:
+        members = members * tiles_m
     program = tl.program_id(0)
-    tile_n = program % tiles_n
-    tile_m = program // tiles_n % tiles_m
-    split = program // tiles_n // tiles_m % splits
-    mask_pair = program // tiles_n // tiles_m // splits
+    tile_n = program % own_n
+    tile_m = program // own_n % own_m
+    split = program // own_n // own_m % splits
+    mask_pair = program // own_n // own_m // splits
     mask_batch = mask_pair // mask_heads
     mask_head = mask_pair % mask_heads
-    first = tile_m * BLOCK_M
-    column = tile_n * BLOCK_N
-    i = first + tl.arange(0, BLOCK_M)
-    j = column + tl.arange(0, BLOCK_N)
 
-    share = tl.cdiv(summed, splits)
+    share = tl.cdiv(members, splits)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for member in range(split * share, tl.minimum(split * share + share, summed)):
-        sequence = mask_batch + member // summed_heads
-        head = mask_head + member % summed_heads
+    for member in range(split * share, tl.minimum(split * share + share, members)):
+        rest = member
+        first = tile_m * BLOCK_M
+        column = tile_n * BLOCK_N
+        if not PER_KEY:
+            column = (rest % tiles_n).to(tl.int32) * BLOCK_N
+            rest = rest // tiles_n
+        if not PER_QUERY:
+            first = (rest % tiles_m).to(tl.int32) * BLOCK_M
+            rest = rest // tiles_m
+        i = first + tl.arange(0, BLOCK_M)
+        j = column + tl.arange(0, BLOCK_N)
+        sequence = mask_batch + (rest // summed_heads).to(tl.int32)
+        head = mask_head + (rest % summed_heads).to(tl.int32)
         batch = sequence
         begin_q = tl.full((), 0, tl.int32)
         begin_k = begin_q
@@ -139,17 +157,19 @@ def backward_mask_kernel(
             total += p * (dp - delta[:, None])
 
     # dS is zero past the last query and key.
+    i = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     last_row = rows
     last_column = columns
     if not PER_QUERY:
         total = tl.sum(total, axis=0)[None, :]
-        i = tile_m + tl.arange(0, 1)
-        last_row = tiles_m
+        i = tl.arange(0, 1)
+        last_row = 1
     if not PER_KEY:
         total = tl.sum(total, axis=1)[:, None]
-        j = tile_n + tl.arange(0, 1)
-        last_column = tiles_n
-    mask_pairs = tl.num_programs(0) // tiles_n // tiles_m // splits
+        j = tl.arange(0, 1)
+        last_column = 1
+    mask_pairs = tl.num_programs(0) // own_n // own_m // splits
     head_start = (split.to(tl.int64) * mask_pairs + mask_pair) * last_row * last_column
     at = DMASK + head_start + i[:, None].to(tl.int64) * last_column + j[None, :]
     tl.store(at, total.to(DMASK.dtype.element_ty), mask=(i < last_row)[:, None] & (j < last_column)[None, :])
@@ -167,9 +187,11 @@ def mask_gradient(
     heads, seqlen_q = operands.q.shape[1:3]
     seqlen_k = operands.k.shape[2]
     mask_batches, mask_heads, mask_rows, mask_columns = dmask.shape
+    if dmask.numel() == 0:
+        return
     summed_heads = heads // mask_heads
     summed = operands.count // mask_batches * summed_heads
-    if dmask.numel() == 0 or summed == 0 or seqlen_k == 0:
+    if summed == 0 or seqlen_k == 0:
         dmask.zero_()
         return
     packed = bool(operands.options.sequences)
@@ -179,11 +201,12 @@ def mask_gradient(
     rows, columns = (mask_rows if per_query else seqlen_q), (mask_columns if per_key else seqlen_k)
     config = operands.config("backward_mask")
     tiles_m, tiles_n = ceil_div(rows, config.block_m), ceil_div(columns, config.block_n)
-    tiles = tiles_m * tiles_n * mask_batches * mask_heads
-    # A small mask has few tiles: then several programs share the batches and heads of each.
-    splits = min(summed, max(1, 2 * device_facts(dmask.device).multiprocessor_count // tiles))
-    direct = splits == 1 and per_query and per_key
-    shape = (splits, mask_batches, mask_heads, rows if per_query else tiles_m, columns if per_key else tiles_n)
+    tiles = (tiles_m if per_query else 1) * (tiles_n if per_key else 1) * mask_batches * mask_heads
+    members = summed * (1 if per_query else tiles_m) * (1 if per_key else tiles_n)
+    # A small mask has few tiles: then several programs share what each is the sum of.
+    splits = min(members, max(1, 2 * device_facts(dmask.device).multiprocessor_count // tiles))
+    direct = splits == 1
+    shape = (splits, *dmask.shape)
     parts = dmask if direct else torch.empty(shape, dtype=torch.float32, device=dmask.device)
     flags = operands.flags("backward_mask", config)
     backward_mask_kernel[(tiles * splits,)](
@@ -192,7 +215,4 @@ def mask_gradient(
         rows, columns, mask_heads, summed, summed_heads, splits, PER_QUERY=per_query, PER_KEY=per_key, **flags,
     )  # fmt: skip
     if not direct:
-        over = [0]
-        over += [] if per_query else [3]
-        over += [] if per_key else [4]
-        dmask.copy_(parts.sum(over).view(dmask.shape))
+        dmask.copy_(parts.sum(0))

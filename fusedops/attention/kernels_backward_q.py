@@ -89,7 +89,7 @@ def _sum_over_keys(
         if NEED_DSLOPES:
             dslope -= tl.sum(ds * tl.abs(j[None, :] - i[:, None] - band[2]).to(tl.float32), axis=1)
         if NEED_DQ:
-            ds = through_scores(ds, plain, slope, terms, place, i[:, None], j[None, :], shape, SOFTCAP)
+            ds = through_scores(ds, s, plain, slope, terms, place, i[:, None], j[None, :], shape, SOFTCAP)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq, dslope
 

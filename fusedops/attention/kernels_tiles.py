@@ -227,14 +227,15 @@ def scores(
 
 
 @triton.jit
-def through_scores(ds, plain, slope, terms, place, i, j, shape, SOFTCAP: tl.constexpr):
-    """The gradient of scale · q·k, given that of s; the last two as :func:`scores` gave them."""
+def through_scores(ds, s, plain, slope, terms, place, i, j, shape, SOFTCAP: tl.constexpr):
+    """The gradient of scale · q·k, given that of s; s, plain and slope as :func:`scores` gave them."""
     if terms.score_mod is not None:
         sequence, head = place
         seqlen_q, seqlen_k = shape
         inside_i = tl.minimum(i, seqlen_q - 1)
         inside_j = tl.minimum(j, seqlen_k - 1)
         ds = terms.score_mod.gradient(ds, plain, sequence, head, inside_i, inside_j, terms.score_mod.args)
+        ds = tl.where(s == float("-inf"), 0.0, ds)  # whatever the rule's derivative is where a score is hidden
     if SOFTCAP:
         ds = ds * slope
     return ds
@@ -324,8 +325,13 @@ def start_of(step, index, TILES: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.c
 def listed(lists, sequence, head, block):
     """(index, partly, wholly): the blocks that a block is to meet: first those seen in part, then those seen whole."""
     at = sequence.to(tl.int64)
-    index = lists.blocks + at * lists.block_strides[0] + head * lists.block_strides[1] + block * lists.block_strides[2]
-    count = lists.counts + at * lists.count_strides[0] + head * lists.count_strides[1] + block * 2
+    index = (
+        lists.blocks
+        + at * lists.block_strides[0]
+        + head.to(tl.int64) * lists.block_strides[1]
+        + block * lists.block_strides[2]
+    )
+    count = lists.counts + at * lists.count_strides[0] + head.to(tl.int64) * lists.count_strides[1] + block * 2
     return index, tl.load(count), tl.load(count + 1)
 
 

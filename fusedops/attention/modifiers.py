@@ -1,12 +1,16 @@
 """Rules that a user writes as Triton functions: which query sees which key, and what becomes of a score.
 
 The attention operators take names, not functions: a library operator's arguments are tensors, numbers and strings. A
-rule is registered under the name of its function when its object is made.
+rule is registered under the name of its function when its object is made, and stays so: make a rule once, not at
+every step, and outside of compiled functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import importlib
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,28 +26,63 @@ class _Functions(NamedTuple):
 
 
 _by_name: dict[str, _Functions] = {}
-_names: dict[_Functions, str] = {}
+# By the identity of the functions, which the other table keeps alive: a callable need not be hashable.
+_names: dict[tuple[int, ...], str] = {}
+_counts: dict[str, int] = {}
+_lock = threading.Lock()
 
 
-def _register(functions: _Functions) -> str:
+def register_rule(function: Any, gradient: Any, definition: Any) -> str:
     """A name for the functions: the first one's qualified name, and a number where others have that name."""
-    name = _names.get(functions)
-    if name is None:
-        named = functions.function if functions.function is not None else functions.definition
-        named = getattr(named, "fn", named)
-        first = name = f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', repr(named))}"
-        number = 1
-        while name in _by_name:
-            number += 1
-            name = f"{first}#{number}"
-        _by_name[name] = functions
-        _names[functions] = name
+    functions = _Functions(function, gradient, definition)
+    key = tuple(map(id, functions))
+    with _lock:
+        name = _names.get(key)
+        if name is None:
+            named = functions.function if functions.function is not None else functions.definition
+            named = getattr(named, "fn", named)
+            first = f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', type(named).__qualname__)}"
+            _counts[first] = number = _counts.get(first, 0) + 1
+            name = first if number == 1 else f"{first}#{number}"
+            _by_name[name] = functions
+            _names[key] = name
     return name
 
 
 def functions_of(name: str) -> _Functions:
     """(function, gradient, definition) registered under a name that a rule's object has."""
-    return _by_name[name]
+    functions = _by_name.get(name)
+    if functions is None:
+        raise RuntimeError(f"no rule is named {name!r} here: make its MaskMod or ScoreMod in this process first")
+    return functions
+
+
+def parts_of(name: str) -> tuple[bool, bool, bool]:
+    """Whether a rule has a Triton function, a gradient and a definition."""
+    function, gradient, definition = functions_of(name)
+    return function is not None, gradient is not None, definition is not None
+
+
+# What is registered never changes, and torch.compile cannot guard on a function that it meets in two places.
+parts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _reference(function: Any) -> Any:
+    """What stands for a Triton function in a pickle: where to import it from."""
+    return (function.fn.__module__, function.fn.__qualname__) if _is_triton_function(function) else function
+
+
+def _imported(kind: Any, functions: tuple[Any, ...], args: Any, definition: Any) -> Any:
+    """A rule from what :func:`_reference` made of its functions."""
+    found = []
+    for function in functions:
+        if isinstance(function, tuple):
+            module, names = function
+            function = importlib.import_module(module)
+            for name in names.split("."):
+                function = getattr(function, name)
+        found.append(function)
+    return kind(*found, args=args, definition=definition)
 
 
 def _is_triton_function(value: Any) -> bool:
@@ -59,8 +98,12 @@ def _check(kind: str, functions: _Functions, args: Any) -> tuple[torch.Tensor, .
         wrong_type(kind, "definition", "a function of tensors, or None", functions.definition)
     if functions.function is None and functions.definition is None:
         wrong_type(kind, "function", "a function decorated with triton.jit (or give a definition)", None)
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"make the {kind} outside of the compiled function, and let it use the object")
     if isinstance(args, torch.Tensor):
         args = (args,)
+    if not isinstance(args, Iterable):
+        wrong_type(kind, "args", "a tuple of tensors", args)
     args = tuple(args)
     for arg in args:
         if not isinstance(arg, torch.Tensor):
@@ -98,7 +141,13 @@ class MaskMod:
     def __post_init__(self) -> None:
         functions = _Functions(self.function, None, self.definition)
         object.__setattr__(self, "args", _check("MaskMod", functions, self.args))
-        object.__setattr__(self, "name", _register(functions))
+        object.__setattr__(self, "name", register_rule(*functions))
+
+    def __reduce__(self) -> Any:
+        return _imported, (MaskMod, (_reference(self.function),), self.args, self.definition)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MaskMod:
+        return MaskMod(self.function, copy.deepcopy(self.args, memo), self.definition)
 
     @classmethod
     def of(cls, function: str, value: Any) -> MaskMod:
@@ -142,7 +191,14 @@ class ScoreMod:
     def __post_init__(self) -> None:
         functions = _Functions(self.function, self.gradient, self.definition)
         object.__setattr__(self, "args", _check("ScoreMod", functions, self.args))
-        object.__setattr__(self, "name", _register(functions))
+        object.__setattr__(self, "name", register_rule(*functions))
+
+    def __reduce__(self) -> Any:
+        functions = _reference(self.function), _reference(self.gradient)
+        return _imported, (ScoreMod, functions, self.args, self.definition)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScoreMod:
+        return ScoreMod(self.function, self.gradient, copy.deepcopy(self.args, memo), self.definition)
 
     @classmethod
     def of(cls, function: str, value: Any) -> ScoreMod:

@@ -9,7 +9,14 @@ import torch
 
 from fusedops.attention.modifiers import functions_of
 from fusedops.attention.options import Options
-from fusedops.attention.tuning import BLOCK, AttentionConfig, AttentionProblem, Pass, default_config
+from fusedops.attention.tuning import (
+    BLOCK,
+    AttentionConfig,
+    AttentionProblem,
+    Pass,
+    copies_by_descriptors,
+    default_config,
+)
 from fusedops.autotune.resolve import resolve
 from fusedops.runtime.device import device_facts
 from fusedops.runtime.dropout import threshold_and_scale
@@ -239,6 +246,8 @@ class Operands:
         the host.
         """
         if TensorDescriptor is None or self.options.sequences or self.q.element_size() > 2:
+            return False
+        if not copies_by_descriptors(device_facts(self.q.device)):
             return False
         if min(self.q.shape[2], self.k.shape[2]) < _WORTH_DESCRIBING:
             return False

@@ -61,8 +61,8 @@ class Options(NamedTuple):
 
 SCHEMA = (
     "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor[] sequences, Tensor[] blocks,"
-    " Tensor[] score_args, Tensor[] mask_args, str score_mod, str mask_mod, bool bottom_right, int? left, int? right,"
-    " float softcap, float scale, float dropout_p, str precision"
+    " Tensor[] score_args, Tensor[] mask_args, str score_mod, str mask_mod, bool bottom_right, SymInt? left,"
+    " SymInt? right, float softcap, float scale, float dropout_p, str precision"
 )
 
 

@@ -85,7 +85,7 @@ class _Grid(NamedTuple):
         if options.mask_mod:
             definition = functions_of(options.mask_mod).definition
             assert definition is not None
-            terms.append(definition(self.batch, self.head, self.i, self.j, *options.mask_args))
+            terms.append(definition(self.batch, self.head, self.i, self.j, *options.mask_args).to(torch.bool))
         seen = None
         for term in terms:
             seen = term if seen is None else seen & term
@@ -258,7 +258,7 @@ def attention(
         if packing is not None and (0 in packing.q.tokens.shape or 0 in packing.k.tokens.shape):
             # Nothing was computed: every tensor still has a gradient, of zeros.
             given = (q, k, v, options.attn_mask, options.alibi_slopes, options.sinks)
-            nothing = sum(t.flatten()[:0].sum() for t in given if t is not None)
+            nothing = sum(t[:0].sum() for t in given if t is not None)
             out, lse = out + nothing, lse + nothing
         statistics = torch.stack((top, total)).squeeze(-1)
     return out.to(q.dtype), lse.squeeze(-1), statistics
@@ -306,7 +306,8 @@ def attention_backward(
         keys, values = _shared(keys, heads), _shared(values, heads)
         tanh, plain, final = _scores(queries, keys, grid, options)
         p, top, total = _softmax(final, options)
-        total = total.masked_fill(total == 0, 1.0)
+        empty = total == 0
+        total = total.masked_fill(empty, 1.0)
         p = p / total
         weights = p if grid.keep is None else p * grid.keep
         dp = do @ values.transpose(-1, -2)
@@ -314,7 +315,7 @@ def attention_backward(
             dp = dp * grid.keep
         delta = (do * (weights @ values)).sum(-1, keepdim=True)
         if dlse is not None:
-            delta = delta - dlse
+            delta = (delta - dlse).masked_fill(empty, 0.0)
         ds = p * (dp - delta)
         dmask = dslopes = dsinks = None
         if options.float_mask:
@@ -329,6 +330,7 @@ def attention_backward(
             with torch.enable_grad():
                 leaf = plain.detach().requires_grad_()
                 (ds,) = torch.autograd.grad(_modified(leaf, grid, options), leaf, ds)
+            ds = ds.masked_fill(final == float("-inf"), 0.0)
         if tanh is not None:
             ds = ds * (1 - tanh * tanh)
         dq = options.scale * (ds @ keys)
@@ -354,7 +356,7 @@ def attention_with_lse(
     """The torch backend where torch's own operator does not serve: lse, ALiBi, sinks, softcap, dropout, rules, …"""
     dtype = autocast_dtype(q)
     out, lse, _ = attention(q.to(dtype), k.to(dtype), v.to(dtype), options, longest)
-    return out, lse
+    return out, lse + v[:0].sum()  # a loss of lse alone gives v a gradient, of zeros, as the kernels do
 
 
 def torch_serves(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:

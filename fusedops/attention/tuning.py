@@ -117,8 +117,8 @@ class AttentionConfig:
 
 
 # With descriptors, and without them for what they cannot describe; the last two are candidates for Hopper and Blackwell
-# alone. Triton may refuse to specialise warps (which depends on its version, the tile and the mask): such a candidate
-# fails to compile and is passed over.
+# alone. Triton may refuse to specialise warps (which depends on its version, the device, the tile and the mask): such a
+# candidate fails to compile and is passed over. With Triton 3.9 it does so for sm_100 and not for sm_90.
 SPACE = tuple(
     AttentionConfig(block_m, block_n, num_warps, num_stages, descriptors, persistent, specialize)
     for block_m in (16, 32, 64, 128)
@@ -129,7 +129,6 @@ SPACE = tuple(
         (False, False, False),
         (True, False, False),
         (True, True, False),
-        (True, False, True),
         (True, True, True),
     )
 )
@@ -150,6 +149,8 @@ def prune(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts
         return "tensor descriptors do not serve these tensors on this device"
     if config.descriptors and problem.kernel == "backward_mask":
         return "the kernel moves no tiles"
+    if config.specialize and not config.persistent:
+        return "warps are specialised in persistent programs"
     if (config.persistent or config.specialize) and not (problem.kernel == "forward" and 90 <= facts.capability < 120):
         return "neither persistent nor specialised programs are made for this kernel or device"
     if config.shared_memory(problem, facts) > facts.shared_memory:
@@ -178,7 +179,7 @@ _FULL_PRECISION: Table = {
     ("backward_q", 4, 128): (C(32, 16, 8, 2), C(32, 16, 8, 2)),
     ("backward_q", 4, 256): (C(16, 16, 8, 2), C(16, 16, 8, 2)),
     ("backward_mask", 4, 64): (C(32, 32, 8, 1), C(32, 32, 8, 1)),
-    ("backward_mask", 4, 128): (C(16, 16, 8, 1), C(16, 16, 8, 1)),
+    ("backward_mask", 4, 128): (C(16, 16, 4, 1), C(16, 16, 4, 1)),
     ("backward_mask", 4, 256): (C(16, 16, 8, 1), C(16, 16, 8, 1)),
 }
 
@@ -195,7 +196,7 @@ DEFAULTS: dict[str, Table] = {
         ("forward", 2, 64): (C(128, 64, 8, 3), C(64, 64, 4, 2)),
         ("forward", 2, 128): (C(128, 64, 8, 3), C(64, 64, 8, 2)),
         ("forward", 2, 256): (C(64, 32, 8, 2), C(64, 32, 8, 2)),
-        ("backward_kv", 2, 64): (C(64, 64, 8, 2), C(32, 64, 4, 2)),
+        ("backward_kv", 2, 64): (C(32, 128, 8, 2), C(32, 64, 4, 2)),
         ("backward_kv", 2, 128): (C(64, 64, 8, 2), C(32, 64, 8, 2)),
         ("backward_kv", 2, 256): (C(32, 32, 8, 1), C(32, 32, 8, 1)),
         ("backward_q", 2, 64): (C(128, 64, 8, 2), C(64, 32, 8, 2)),
@@ -211,7 +212,7 @@ DEFAULTS: dict[str, Table] = {
         ("forward", 2, 128): (C(128, 64, 8, 3), C(128, 64, 8, 3)),
         ("forward", 2, 256): (C(64, 64, 8, 2), C(64, 64, 8, 2)),
         ("backward_kv", 2, 64): (C(64, 128, 8, 3), C(64, 128, 8, 3)),
-        ("backward_kv", 2, 128): (C(64, 64, 8, 2), C(64, 64, 8, 2)),
+        ("backward_kv", 2, 128): (C(64, 64, 8, 2), C(32, 64, 8, 2)),
         ("backward_kv", 2, 256): (C(64, 32, 8, 1), C(64, 32, 8, 1)),
         ("backward_q", 2, 64): (C(128, 64, 8, 3), C(128, 64, 8, 3)),
         ("backward_q", 2, 128): (C(128, 64, 8, 3), C(128, 64, 8, 3)),

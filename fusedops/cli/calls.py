@@ -32,7 +32,11 @@ class SampleCall:
 
     def in_double(self) -> SampleCall:
         """The same call with float64 tensors."""
-        return replace(self, args=tuple(a.double() if isinstance(a, torch.Tensor) else a for a in self.args))
+        return replace(self, args=tuple(_double(a) for a in self.args))
+
+
+def _double(value: object) -> object:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def sample_calls(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[SampleCall]:
@@ -49,3 +53,6 @@ def sample_calls(device: torch.device, dtype: torch.dtype = torch.float32) -> It
     yield SampleCall(fusedops.gated_linear, (draw(16, 64), draw(32, 64), draw(32, 64)))
     q, k, v = (draw(1, 2, 16, 32) for _ in range(3))
     yield SampleCall(fusedops.attention, (q, k, v), {"causal": True})
+    q, k, v = (draw(24, 2, 32) for _ in range(3))
+    ends = torch.tensor([0, 10, 24], dtype=torch.int32).to(device)
+    yield SampleCall(fusedops.attention_varlen, (q, k, v, ends, ends), {"causal": True})

@@ -38,7 +38,7 @@ def keep_scale(seed: torch.Tensor, rows: int, width: int, p: float) -> torch.Ten
     counter.append(torch.zeros_like(counter[0]))
     words = torch.stack(_philox(counter, seed & _WORD, (seed >> 32) & _WORD), dim=-1)
     threshold, scale = threshold_and_scale(p)
-    kept = (words.reshape(rows, -1)[:, :width] >> 1) >= threshold
+    kept = (words.flatten(1)[:, :width] >> 1) >= threshold
     return kept.to(torch.float32) * scale
 
 

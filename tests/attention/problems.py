@@ -29,7 +29,8 @@ class Problem:
         mask: None, "bool" or "float".
         mask_shape: of the mask; None: (batch, heads, q, k).
         alibi: None, "heads" or "batch": (heads,) or (batch, heads) slopes.
-        layout: of q, k and v (tests.harness.tensors).
+        layout: of q, k and v, or of each (tests.harness.tensors).
+        wanted: which inputs require a gradient (NAMES); None: all that can.
     """
 
     batch: int = 1
@@ -48,7 +49,8 @@ class Problem:
     softcap: float = 0.0
     scale: float | None = None
     dropout_p: float = 0.0
-    layout: str = "contiguous"
+    layout: str | tuple[str, str, str] = "contiguous"
+    wanted: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         default = Problem()
@@ -75,25 +77,30 @@ class Problem:
         The last two are left out where the problem has neither.
         """
         dv = self.d if self.dv is None else self.dv
-        make = {"dtype": dtype, "device": device, "layout": self.layout, "requires_grad": requires_grad}
-        q = randn(self.batch, self.heads, self.q, self.d, **make)
-        k = randn(self.batch, self.kv_heads, self.k, self.d, **make)
-        v = randn(self.batch, self.kv_heads, self.k, dv, **make)
+        layouts = (self.layout,) * 3 if isinstance(self.layout, str) else self.layout
+        shapes = (self.heads, self.q, self.d), (self.kv_heads, self.k, self.d), (self.kv_heads, self.k, dv)
+        q, k, v = (
+            randn(self.batch, *shape, dtype=dtype, device=device, layout=layout)
+            for shape, layout in zip(shapes, layouts, strict=True)
+        )
         shape = self.mask_shape or (self.batch, self.heads, self.q, self.k)
         mask = slopes = sinks = None
         if self.mask == "bool":
             mask = torch.rand(shape).to(device) > 0.3
         elif self.mask == "float":
             mask = randn(*shape, dtype=dtype, device=device)
-            mask = mask.masked_fill(torch.rand(shape).to(device) < 0.1, float("-inf")).requires_grad_(requires_grad)
-        if self.alibi is None and not self.sinks:
-            return q, k, v, mask
+            mask = mask.masked_fill(torch.rand(shape).to(device) < 0.1, float("-inf"))
         if self.alibi is not None:
             shape = (self.heads,) if self.alibi == "heads" else (self.batch, self.heads)
-            slopes = (torch.rand(shape) * 0.2).to(device).requires_grad_(requires_grad)
+            slopes = (torch.rand(shape) * 0.2).to(device)
         if self.sinks:
-            sinks = randn(self.heads, dtype=dtype, device=device, requires_grad=requires_grad)
-        return q, k, v, mask, slopes, sinks
+            sinks = randn(self.heads, dtype=dtype, device=device)
+        made = (q, k, v, mask, slopes, sinks)
+        wanted = NAMES if self.wanted is None else self.wanted
+        for name, tensor in zip(NAMES, made, strict=True):
+            if requires_grad and name in wanted and tensor is not None and tensor.is_floating_point():
+                tensor.requires_grad_()
+        return made[:4] if self.alibi is None and not self.sinks else made
 
 
 def fused(q, k, v, mask=None, slopes=None, sinks=None, **options):
@@ -113,7 +120,7 @@ def exact(q, k, v, mask=None, slopes=None, sinks=None, *, score_mod=None, mask_m
 
 
 def plain(q, k, v, mask=None, slopes=None, sinks=None, *, causal=False, window=None, softcap=0.0, scale=None,
-          dropout_p=0.0):  # fmt: skip
+          dropout_p=0.0, score_mod=None, mask_mod=None):  # fmt: skip
     """(out, lse) by torch's own operators in the dtype of the inputs: what rounding alone costs."""
     batch, heads, seqlen_q, size = q.shape
     seqlen_k = k.shape[2]
@@ -121,7 +128,10 @@ def plain(q, k, v, mask=None, slopes=None, sinks=None, *, causal=False, window=N
     s = (q @ k.mT) * (size**-0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
-    i, j = torch.arange(seqlen_q, device=q.device)[:, None], torch.arange(seqlen_k, device=q.device)
+    b, h, i, j = (torch.arange(size, device=q.device) for size in s.shape)
+    b, h, i = b.view(-1, 1, 1, 1), h.view(-1, 1, 1), i[:, None]
+    if score_mod is not None:
+        s = score_mod.definition(s, b, h, i, j, *score_mod.args).to(s.dtype)
     distance = j - i - (0 if causal in (True, "top_left") else seqlen_k - seqlen_q)
     seen = torch.ones(s.shape, dtype=torch.bool, device=s.device)
     left, right = window or (None, None)
@@ -131,6 +141,8 @@ def plain(q, k, v, mask=None, slopes=None, sinks=None, *, causal=False, window=N
         seen = seen & (distance >= -left)
     if right is not None:
         seen = seen & (distance <= right)
+    if mask_mod is not None:
+        seen = seen & mask_mod.definition(b, h, i, j, *mask_mod.args)
     if mask is not None and mask.dtype == torch.bool:
         seen = seen & mask
     elif mask is not None:
@@ -154,14 +166,30 @@ def plain(q, k, v, mask=None, slopes=None, sinks=None, *, causal=False, window=N
     return p @ v, lse
 
 
-def gradients(function, inputs, grads, **options):
-    """((out, lse), gradients of the inputs that require one) for given gradients of out and lse (None: not used)."""
+def gradients(function, inputs, grads, *, repeat=False, unused_is_zero=False, **options):
+    """((out, lse), gradients of the inputs that require one) for given gradients of out and lse (None: not used).
+
+    Args:
+        repeat: run the backward twice; the same to the bit must come out.
+        unused_is_zero: an input that no output depends on gets zeros. Without it, that is an error.
+    """
     leaves = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
-    torch.manual_seed(12)  # of dropout
-    outputs = function(*leaves, **options)
+    with torch.random.fork_rng():
+        if options.get("dropout_p"):
+            torch.manual_seed(12)
+        outputs = function(*leaves, **options)
     used = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
     wanted = [t for t in leaves if t is not None and t.requires_grad]
-    return outputs, torch.autograd.grad([o for o, _ in used], wanted, [g for _, g in used]) if wanted else ()
+    if not wanted:
+        return outputs, ()
+    if not used and unused_is_zero:
+        return outputs, tuple(torch.zeros_like(t) for t in wanted)
+    ends, grads = [o for o, _ in used], [g for _, g in used]
+    result = torch.autograd.grad(ends, wanted, grads, retain_graph=repeat, materialize_grads=unused_is_zero)
+    if repeat:
+        again = torch.autograd.grad(ends, wanted, grads)
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True)), "two backwards differ"
+    return outputs, result
 
 
 def double(tensor):
@@ -176,20 +204,65 @@ def names_of(inputs: Sequence[torch.Tensor | None]) -> list[str]:
     return [name for name, t in zip(NAMES, inputs, strict=False) if t is not None and t.requires_grad]
 
 
-def check(problem: Problem, runner, dtype: torch.dtype, inputs=None, grad_layout: str = "contiguous") -> None:
-    """Output, lse and all gradients, those that come through lse too, keep the error rule."""
+# The errors of a gradient of fewer elements are a matter of luck.
+FEW = 256
+# How many more problems they are compared with.
+_MORE = 8
+
+
+def check(
+    problem: Problem,
+    runner,
+    dtype: torch.dtype,
+    inputs=None,
+    grad_layout: str = "contiguous",
+    through: Sequence[str] = ("out", "lse"),
+    thorough: bool = False,
+    given: dict[str, Any] | None = None,
+    **rules: Any,
+) -> None:
+    """Output, lse and all gradients, those that come through lse too, keep the error rule.
+
+    Args:
+        inputs: instead of the problem's.
+        grad_layout: of the gradient of the output.
+        through: the outputs that the loss is made of.
+        thorough: of the problem's own inputs: run the backward twice, which must give the same to the bit, and compare
+            the errors of gradients of few elements with those of more problems.
+        given: what the function that is tested gets instead of the rules.
+        rules: score_mod and mask_mod, beside the problem's options.
+    """
     inputs = problem.inputs(runner.device, dtype) if inputs is None else inputs
-    q, v = inputs[0], inputs[2]
-    shape = (*q.shape[:3], v.shape[3])
-    do = randn(*shape, dtype=dtype, device=runner.device, layout=grad_layout)
-    dlse = randn(*shape[:3], device=runner.device)
-    outputs, grads = gradients(fused, inputs, (do, dlse), **problem.options)
-    base, base_grads = gradients(plain, inputs, (do, dlse), **problem.options)
-    truth, true_grads = gradients(exact, [double(t) for t in inputs], (do.double(), dlse.double()), **problem.options)
+    names = names_of(inputs)
+    grads_in = _incoming(inputs, through, grad_layout)
+    options = problem.options | (rules if given is None else given)
+    outputs, grads = gradients(fused, inputs, grads_in, repeat=thorough, **options)
+    truth, true_grads, base, base_grads = _expected(problem.options | rules, inputs, grads_in)
     for name, *results in zip(("out", "lse"), outputs, truth, base, strict=True):
         check_error(*results, what=name)
-    for name, *results in zip(names_of(inputs), grads, true_grads, base_grads, strict=True):
-        check_error(*results, gradient=True, what=f"gradient of {name}")
+    more = []
+    if thorough and any(g.numel() < FEW for g in grads):
+        for _ in range(_MORE):
+            others = problem.inputs(runner.device, dtype)
+            more.append(_expected(problem.options | rules, others, _incoming(others, through, grad_layout)))
+    for place, (name, *results) in enumerate(zip(names, grads, true_grads, base_grads, strict=True)):
+        samples = [(m[1][place], m[3][place]) for m in more] if results[0].numel() < FEW else []
+        check_error(*results, gradient=True, what=f"gradient of {name}", more=samples)
+
+
+def _incoming(inputs, through, layout):
+    """Random gradients of out and lse; None for one that the loss is not made of."""
+    q, v = inputs[0], inputs[2]
+    do = randn(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device, layout=layout)
+    dlse = randn(*q.shape[:3], device=q.device)
+    return do if "out" in through else None, dlse if "lse" in through else None
+
+
+def _expected(options, inputs, grads):
+    """(outputs, gradients) by the definition in float64, then by the plain composition."""
+    doubled = [g if g is None else g.double() for g in grads]
+    truth = gradients(exact, [double(t) for t in inputs], doubled, unused_is_zero=True, **options)
+    return *truth, *gradients(plain, inputs, grads, unused_is_zero=True, **options)
 
 
 __all__ = [

@@ -123,3 +123,22 @@ def test_second_derivative_on_the_torch_backend(mask):
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_a_nan_that_arrives_for_a_row_that_sees_nothing(runner):
+    """Merging two lse of -inf (torch.logaddexp, as ring attention does) sends NaN back: it must not spread."""
+    q, k, v, _ = Problem(q=5, k=6).inputs(runner.device)
+    mask = torch.ones(5, 6, dtype=torch.bool, device=runner.device)
+    mask[2] = False
+    out, lse = fused(q, k, v, mask)
+    merged = torch.logaddexp(lse, lse)
+    loss = torch.where(merged.isinf(), 0.0, merged).sum() + out.sum()
+    for grad in torch.autograd.grad(loss, (q, k, v)):
+        assert torch.isfinite(grad).all()
+
+
+def test_a_loss_of_lse_alone_gives_v_zeros(runner):
+    q, k, v, _ = SMALL.inputs(runner.device)
+    grads = torch.autograd.grad(fused(q, k, v)[1].sum(), (q, k, v))
+    assert (grads[2] == 0).all()
+    assert grads[0].any()

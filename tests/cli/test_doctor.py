@@ -23,7 +23,7 @@ from fusedops.runtime import settings
 from fusedops.runtime.backend import backend_mode
 from fusedops.runtime.settings import SETTINGS, VARIABLES
 
-OPERATORS = {"layer_norm", "rms_norm", "group_norm", "linear", "gated_linear", "attention"}
+OPERATORS = {"layer_norm", "rms_norm", "group_norm", "linear", "gated_linear", "attention", "attention_varlen"}
 
 
 def in_process(code: str = "pass", **environment: str) -> tuple[int, dict]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 from fusedops.attention.modifiers import MaskMod, ScoreMod
 from fusedops.attention.options import Needs, Options
-from fusedops.attention.tuning import BLOCK, too_small
+from fusedops.attention.tuning import BLOCK, AttentionConfig, too_small
 from fusedops.runtime.backend import HAS_TRITON
 from fusedops.runtime.device import TARGETS
 from tests.harness.compile import BFLOAT16_TARGETS, KINDS, TABLES, Case
@@ -36,6 +37,7 @@ _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 _HEADS, _LENGTH = 4, 2048
+_STARTS = torch.empty(9, dtype=torch.int32)  # of eight sequences
 
 _OPTIONS: dict[str, Callable[[torch.dtype], Options]] = {
     # What a decoder, an encoder with padding, and a model with a learned bias launch.
@@ -46,9 +48,9 @@ _OPTIONS: dict[str, Callable[[torch.dtype], Options]] = {
     "window": lambda _: Options(bottom_right=True, left=512, right=0),
     "sinks": lambda dtype: Options(sinks=torch.empty(_HEADS, dtype=dtype), bottom_right=True, left=127, right=0),
     "softcap": lambda _: Options(right=0, softcap=50.0),
-    "alibi": lambda _: Options(alibi_slopes=torch.empty(1, _HEADS), right=0),
+    "alibi": lambda _: Options(alibi_slopes=torch.empty(8, _HEADS), sequences=(_STARTS, _STARTS), right=0),
     "dropout": lambda _: Options(seed=torch.empty(1, dtype=torch.int64), right=0, dropout_p=0.1),
-    "packed": lambda _: Options(sequences=(torch.empty(9, dtype=torch.int32),) * 2, bottom_right=True, right=0),
+    "packed": lambda _: Options(sequences=(_STARTS, _STARTS), bottom_right=True, right=0),
     "blocks": lambda _: Options(blocks=_lists(), mask_mod=MaskMod(_striped).name, right=0),
     "rules": lambda _: Options(
         mask_mod=MaskMod(_striped).name,
@@ -87,33 +89,33 @@ def _backward(*arguments: Any) -> Callable[[], object]:
     return lambda: attention_backward(out, None, q, k, v, out, statistics, options, needs)
 
 
-# name of the options, head size, dtype, key heads of 4, targets (None: all), length
-_TABLE: list[tuple[str, int, torch.dtype, int, frozenset[str] | None, int]] = [
-    ("causal", 64, _FP16, 2, None, _LENGTH),
-    ("causal", 128, _BF16, 2, BFLOAT16_TARGETS, _LENGTH),
-    ("biased", 128, _FP16, 4, None, _LENGTH),
-    ("causal", 256, _FP16, 2, None, _LENGTH),
-    ("causal", 64, _FP32, 2, None, _LENGTH),
-    ("biased", 256, _FP32, 4, None, _LENGTH),
-    ("padded", 64, _BF16, 4, BFLOAT16_TARGETS, _LENGTH),
-    ("biased", 64, _FP16, 4, None, _LENGTH),
-    ("padded", 80, _FP16, 4, None, _LENGTH),
-    ("biased", 256, _FP16, 4, None, _LENGTH),
-    ("causal", 192, _BF16, 2, None, _LENGTH),
-    ("biased", 64, _FP32, 4, None, _LENGTH),
-    ("biased", 128, _FP32, 4, None, _LENGTH),
-    # The options one by one, where they are used: on one target of each table.
-    ("window", 128, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH),
-    ("sinks", 64, _BF16, 1, TABLES & BFLOAT16_TARGETS, _LENGTH),
-    ("softcap", 256, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH),
-    ("alibi", 128, _BF16, 4, TABLES & BFLOAT16_TARGETS, _LENGTH),
-    ("dropout", 64, _FP16, 4, TABLES, _LENGTH),
-    ("packed", 128, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH),
-    ("blocks", 64, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH),
-    ("rules", 128, _FP16, 4, TABLES, _LENGTH),
+# name of the options, head size, dtype, key heads of 4, targets (None: all), length, targets of every run (None: usual)
+_TABLE: list[tuple[str, int, torch.dtype, int, frozenset[str] | None, int, set[str] | None]] = [
+    ("causal", 64, _FP16, 2, None, _LENGTH, None),
+    ("causal", 128, _BF16, 2, BFLOAT16_TARGETS, _LENGTH, None),
+    ("biased", 128, _FP16, 4, None, _LENGTH, None),
+    ("causal", 256, _FP16, 2, None, _LENGTH, None),
+    ("causal", 64, _FP32, 2, None, _LENGTH, None),
+    ("biased", 256, _FP32, 4, None, _LENGTH, None),
+    ("padded", 64, _BF16, 4, BFLOAT16_TARGETS, _LENGTH, None),
+    ("biased", 64, _FP16, 4, None, _LENGTH, None),
+    ("padded", 80, _FP16, 4, None, _LENGTH, None),
+    ("biased", 256, _FP16, 4, None, _LENGTH, None),
+    ("causal", 192, _BF16, 2, None, _LENGTH, None),
+    ("biased", 64, _FP32, 4, None, _LENGTH, None),
+    ("biased", 128, _FP32, 4, None, _LENGTH, None),
+    # The options one by one, where they are used; each takes long, so every run takes some of the targets.
+    ("window", 128, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_80", "sm_90"}),
+    ("sinks", 64, _BF16, 1, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_90"}),
+    ("softcap", 256, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_80", "sm_90"}),
+    ("alibi", 128, _BF16, 4, TABLES & BFLOAT16_TARGETS, _LENGTH, {"gfx942"}),
+    ("dropout", 64, _FP16, 4, TABLES, _LENGTH, {"sm_80"}),
+    ("packed", 128, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_90", "gfx942"}),
+    ("blocks", 64, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_90"}),
+    ("rules", 128, _FP16, 4, TABLES, _LENGTH, {"sm_80"}),
     # Too few tiles to fill a device: one launch for all gradients.
-    ("causal", 64, _BF16, 4, KINDS, 512),
-    ("packed", 64, _FP16, 4, KINDS, 512),
+    ("causal", 64, _BF16, 4, KINDS, 512, {"sm_90"}),
+    ("packed", 64, _FP16, 4, KINDS, 512, {"sm_80"}),
 ]
 
 
@@ -123,13 +125,37 @@ def _targets(size: int, dtype: torch.dtype, targets: frozenset[str] | None) -> f
     return frozenset(served & (targets or served))
 
 
+def _candidate(size: int, config: AttentionConfig) -> Callable[[], object]:
+    """A forward in a configuration that is no default."""
+    from fusedops.attention.kernels_forward import attention_forward
+    from fusedops.attention.operands import Operands
+
+    tensors = _tensors(size, _BF16, "causal", 2, _LENGTH)
+
+    def call() -> object:
+        with mock.patch.object(Operands, "config", return_value=config):
+            return attention_forward(*tensors)
+
+    return call
+
+
+_PERSISTENT = AttentionConfig(128, 64, 8, 2, descriptors=True, persistent=True)
+_SPECIALIZED = AttentionConfig(128, 64, 4, 2, descriptors=True, persistent=True, specialize=True)
+
 CASES = [
+    Case("persistent_128", functools.partial(_candidate, 128, _PERSISTENT), frozenset({"sm_90", "sm_100"})),
+    Case(
+        "specialized_64", functools.partial(_candidate, 64, _SPECIALIZED), frozenset({"sm_100"}), frozenset({"sm_100"})
+    ),
+]
+CASES += [
     Case(
         f"{name}_{size}_{str(dtype).removeprefix('torch.')}{'' if length == _LENGTH else '_short'}_{make.__name__[1:]}",
         functools.partial(make, size, dtype, name, kv_heads, length),
         _targets(size, dtype, targets),
+        usual and frozenset(usual),
     )
-    for name, size, dtype, kv_heads, targets, length in _TABLE
+    for name, size, dtype, kv_heads, targets, length, usual in _TABLE
     for make in (_forward, _backward)
     if length == _LENGTH or make is _backward
 ]

@@ -9,18 +9,16 @@ import importlib.util
 import pytest
 
 from fusedops.runtime.device import TARGETS
-from tests.harness.compile import ROOT, all_cases
+from tests.harness.compile import KINDS, ROOT, all_cases
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-# One of each kind: loads and products as they were before and since Hopper, and AMD. The others take as long each.
-USUAL = ("sm_80", "sm_90", "gfx942")
 # The register allocator may spill on the oldest target: half the registers' worth of shared memory, and few users.
 MAY_SPILL = ("sm_75",)
 
 CASES = all_cases()
 COMBINATIONS = [
-    pytest.param(name, target, id=f"{name}-{target}", marks=() if target in USUAL else pytest.mark.slow)
+    pytest.param(name, target, id=f"{name}-{target}", marks=() if target in (case.usual or KINDS) else pytest.mark.slow)
     for target in TARGETS
     for name, case in CASES.items()
     if case.targets is None or target in case.targets

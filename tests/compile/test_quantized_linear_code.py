@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
+import re
 
 import pytest
-
-from tests.harness.compile import ROOT, compiling_environment
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -24,30 +20,13 @@ INSTRUCTIONS = {
     # Exact: converted to float16.
     ("fp8_float32_thin", "sm_90"): r"wgmma\.mma_async\S*k16\.f32\.f16\.f16",
 }
-PROGRAM = """
-import json, re, sys
-from fusedops.inspection.offline import capture_launches, compile_launch
-from tests.compile.cases_quantized_linear import CASES
-cases = {case.id: case for case in CASES}
-found = []
-for name, target, pattern in json.load(sys.stdin):
-    with capture_launches(target) as launches:
-        cases[name].make()()
-    asm = compile_launch(launches[0], target).asm
-    text = asm.get("ptx") or asm["amdgcn"]
-    found.append(sorted({m for m in re.findall(r"[\\w.:]*(?:mma|mfma)[\\w.:]*", text) if re.search(pattern, m)}))
-print(json.dumps(found))
-"""
 
 
-def test_matrix_instructions():
-    asked = [[name, target, pattern] for (name, target), pattern in INSTRUCTIONS.items()]
-    command = [sys.executable, "-c", PROGRAM]
-    run = subprocess.run(
-        command, cwd=ROOT, env=compiling_environment(), input=json.dumps(asked), capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    for (name, target, pattern), found in zip(asked, json.loads(run.stdout), strict=True):
+def test_matrix_instructions(compiler):
+    asked = [[name, target] for name, target in INSTRUCTIONS]
+    used = compiler.call("tests.compile.matrix_instructions:find", "quantized_linear", asked)
+    for ((name, target), pattern), instructions in zip(INSTRUCTIONS.items(), used, strict=True):
+        found = [instruction for instruction in instructions if re.search(pattern, instruction)]
         assert found, f"{name} on {target} has no instruction like {pattern}"
 
 

@@ -7,6 +7,7 @@ runs (``FUSEDOPS_TEST_CACHE`` names the folder): a kernel whose source is unchan
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -46,11 +47,13 @@ class Case:
             (few rows: only their strides and dtypes count). Imports of kernel modules belong inside: the list of cases
             is read where Triton may be missing.
         targets: keys of ``fusedops.runtime.device.TARGETS``; None: all of them.
+        usual: those that every run compiles for; the others are compiled with ``-m slow``. None: one of each kind.
     """
 
     id: str
     make: Callable[[], Callable[[], object]]
     targets: frozenset[str] | None = None
+    usual: frozenset[str] | None = None
 
 
 def all_cases() -> dict[str, Case]:
@@ -84,35 +87,44 @@ def compiling_environment() -> dict[str, str]:
     return {**environment, "TRITON_CACHE_DIR": str(cache_folder() / "triton"), "OMP_NUM_THREADS": "1"}
 
 
-def remember_ptxas() -> None:
-    """Let what ptxas says of a kernel, which takes it seconds, stay between runs too, by the hash of its input."""
+def remember_tools() -> None:
+    """Let what NVIDIA's binary tools say of a kernel stay between runs too, by the hash of what they are given.
+
+    ptxas takes seconds, and the others together as long as all else that is asked of kernels that need no compiling.
+    """
     import triton
 
     from fusedops.inspection import resources, sass
 
-    ask = resources.ptxas_report
-    folder = cache_folder() / "ptxas"
+    ask, run = resources.ptxas_report, resources._run
 
+    @functools.wraps(ask)
     def report(ptx: str, capability: int) -> str:
-        path = folder / hashlib.sha256(f"{triton.__version__} {capability} {ptx}".encode()).hexdigest()
-        if path.exists():
-            return path.read_text()
-        said = ask(ptx, capability)
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(said)
-        unfinished.replace(path)
-        return said
+        key = f"{triton.__version__} {capability} {ptx}"
+        return _remembered("ptxas", key.encode(), lambda: ask(ptx, capability))
+
+    @functools.wraps(run)
+    def disassemble(*command: str) -> str:
+        name, *options, file = command
+        if Path(name).name not in ("cuobjdump", "nvdisasm"):
+            return run(*command)
+        key = f"{triton.__version__} {Path(name).name} {options} "
+        return _remembered("tools", key.encode() + Path(file).read_bytes(), lambda: run(*command))
 
     resources.ptxas_report = sass.ptxas_report = report
+    resources._run = disassemble
 
 
-def run_script(module: str) -> Any:
-    """Run ``python -m module`` in a process that compiles kernels; what it prints, read as JSON."""
-    command = [sys.executable, "-m", module]
-    run = subprocess.run(command, cwd=ROOT, env=compiling_environment(), capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+def _remembered(folder: str, given: bytes, ask: Callable[[], str]) -> str:
+    path = cache_folder() / folder / hashlib.sha256(given).hexdigest()
+    if path.exists():
+        return path.read_text()
+    said = ask()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(said)
+    unfinished.replace(path)
+    return said
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,7 @@ class CompileWorker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the worker)
+        self._traffic: dict[tuple[str, str], list[KernelTraffic]] = {}
 
     def compile(self, case: str, target: str) -> list[dict[str, Any]]:
         """What each launch of a case compiles to: the fields of ``fusedops.inspection.offline.Compiled`` less asm.
@@ -140,22 +153,35 @@ class CompileWorker:
         return self._ask({"case": case, "target": target, "want": "resources"})
 
     def traffic(self, case: str, target: str) -> list[KernelTraffic]:
-        """What each launch of a case loads from memory and stores there; errors as of :meth:`compile`."""
+        """What each launch of a case loads from memory and stores there; errors as of :meth:`compile`.
+
+        Several tests ask it of one case: the answers are kept.
+        """
         from fusedops.inspection.accesses import Access
         from fusedops.inspection.traffic import Traffic
 
-        return [
-            KernelTraffic(
-                kernel["name"],
-                kernel["constants"],
-                Traffic(kernel["threads"], tuple(Access(**access) for access in kernel["accesses"])),
-            )
-            for kernel in self._ask({"case": case, "target": target, "want": "traffic"})
-        ]
+        if (case, target) not in self._traffic:
+            self._traffic[case, target] = [
+                KernelTraffic(
+                    kernel["name"],
+                    kernel["constants"],
+                    Traffic(kernel["threads"], tuple(Access(**access) for access in kernel["accesses"])),
+                )
+                for kernel in self._ask({"case": case, "target": target, "want": "traffic"})
+            ]
+        return self._traffic[case, target]
 
     def kernels(self, case: str, target: str) -> list[str]:
         """Names of the kernels that a case launches; nothing is compiled."""
         return self._ask({"case": case, "target": target, "want": "names"})
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """What a function returns in the process that compiles: ``package.module:name``, arguments and result JSON.
+
+        Raises:
+            AssertionError: it raised; the message is the error's.
+        """
+        return self._ask({"function": function, "arguments": arguments})
 
     def close(self) -> None:
         if self._process is not None:
@@ -201,26 +227,32 @@ def _serve() -> None:
     # The compiler's libraries print to the process's standard output; the answers get a pipe of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from fusedops.inspection.offline import capture_launches, compile_launch
-
-    remember_ptxas()
+    remember_tools()
     cases = all_cases()
     for line in sys.stdin:
         request = json.loads(line)
-        target = request["target"]
         try:
-            call = cases[request["case"]].make()
-            with capture_launches(target) as launches:
-                call()
-            if request["want"] == "names":
-                result: list[Any] = [launch.name for launch in launches]
-            else:
-                plain = _plain_traffic if request["want"] == "traffic" else _plain
-                result = [plain(compile_launch(launch, target)) for launch in launches]
-            answer = {"result": result}
+            answer = {"result": _call(**request) if "function" in request else _compile(cases, **request)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer, default=str), file=answers, flush=True)
+
+
+def _call(function: str, arguments: list[Any]) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(*arguments)
+
+
+def _compile(cases: dict[str, Case], case: str, target: str, want: str) -> list[Any]:
+    from fusedops.inspection.offline import capture_launches, compile_launch
+
+    call = cases[case].make()
+    with capture_launches(target) as launches:
+        call()
+    if want == "names":
+        return [launch.name for launch in launches]
+    plain = _plain_traffic if want == "traffic" else _plain
+    return [plain(compile_launch(launch, target)) for launch in launches]
 
 
 def _plain(compiled: Any) -> dict[str, Any]:

@@ -283,14 +283,20 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return self.unary_op(arg, lambda x: 1 / np.sqrt(x))
 
     def create_dot(self, a: Handle, b: Handle, d: Handle, input_precision: Any, max_num_imprecise_acc: Any) -> Handle:
-        """Products of operands of 16 bits or fewer are exact in float32, where they are summed, as on a tensor core."""
+        """Products of operands of 16 bits or fewer are exact in float32, where they are summed, as on a tensor core.
+
+        A sum has the same order whichever operand comes first, as on a GPU: a backward that computes k·q where the
+        forward computed q·k finds the same number. numpy's product does not keep to that; torch's does.
+        """
         if any(h.dtype.scalar.primitive_bitwidth == 8 and not _is_float8(h) for h in (a, b)):
             return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
         lhs, rhs, total = _widened(a).data, _widened(b).data, _widened(d).data
         if a.dtype.scalar == tl.float32 and str(input_precision).rsplit(".", 1)[-1].upper() == "TF32":
             lhs, rhs = round_to_tf32(lhs), round_to_tf32(rhs)
         compute = np.result_type(total.dtype, np.float32)
-        result = np.matmul(lhs.astype(compute), rhs.astype(compute)) + total
+        lhs, rhs = (torch.from_numpy(x.astype(compute)) for x in (lhs, rhs))
+        with torch.autocast("cpu", enabled=False):
+            result = torch.matmul(lhs, rhs).numpy() + total
         return _narrowed(result) if _is_bfloat16(d) else Handle(result.astype(total.dtype), d.dtype.scalar)
 
     # Casts.
@@ -507,27 +513,105 @@ _stock_init_block_type = tl.block_type.__init__
 
 
 @functools.cache
-def _block_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, str]:
+def _block_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, str, tl.constexpr, tl.tuple]:
+    """What every type and every tensor of one shape has alike; none of it is ever changed."""
     template = tl.block_type.__new__(tl.block_type)
     _stock_init_block_type(template, tl.int1, list(sizes))
-    return template.shape, template.numel, str(template.shape)
+    wrapped = tl.tuple([tl.constexpr(size) for size in sizes])
+    return template.shape, template.numel, str(template.shape), tl.constexpr(template.numel), wrapped
 
 
 def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
     """A type is made for every result, of few different shapes: each shape is checked and wrapped once."""
     self.element_ty = element_ty
-    self.shape, self.numel, text = _block_shape(tuple(getattr(size, "value", size) for size in shape))
-    self.name = f"<{text}, {element_ty}>"
+    self.sizes = tuple([getattr(size, "value", size) for size in shape])
+    self.shape, self.numel, text, *self.of_tensors = _block_shape(self.sizes)
+    self.name = f"<{text}, {element_ty.name}>"
+
+
+_OF_SCALARS = (tl.constexpr(1), tl.tuple([]))
+
+
+def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = type.of_tensors if type.is_block() else _OF_SCALARS
+
+
+def _equal_types(self: tl.dtype, other: Any) -> bool:
+    """Most comparisons are of a type with itself or with another name."""
+    if self is other:
+        return True
+    if isinstance(other, tl.constexpr):
+        other = other.value
+    return isinstance(other, tl.dtype) and self.name == other.name
+
+
+_stock_binary_operands = TritonSemantic.binary_op_type_checking_impl
+
+
+def _binary_operands(
+    self: Any,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Two tensors of one type of numbers are computed in that type: only divisions may widen it."""
+    tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+    if tensors and lhs.dtype is rhs.dtype and not (div_or_mod or lhs.dtype.is_ptr()):
+        return self.broadcast_impl_value(lhs, rhs)
+    return _stock_binary_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
 
 _stock_broadcast = TritonSemantic.broadcast_impl_value
 
 
+@functools.cache
+def _common_sizes(lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape that two blocks of one rank broadcast to; None: stock finds it, or the error."""
+    if len(lhs) != len(rhs) or any(a != b and 1 not in (a, b) for a, b in zip(lhs, rhs, strict=True)):
+        return None
+    return tuple(map(max, lhs, rhs))
+
+
 def _broadcast(self: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Most operands have one shape, which stock finds out in many steps."""
-    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+    """Most operands have one shape or differ in sizes of one, which stock finds out in many steps."""
+    if not (lhs.type.is_block() and rhs.type.is_block()):
+        return _stock_broadcast(self, lhs, rhs)
+    if lhs.type.shape is rhs.type.shape:
         return lhs, rhs
-    return _stock_broadcast(self, lhs, rhs)
+    sizes = _common_sizes(lhs.type.sizes, rhs.type.sizes)
+    if sizes is None:
+        return _stock_broadcast(self, lhs, rhs)
+    return tuple([_broadcast_to(self, operand, sizes) for operand in (lhs, rhs)])
+
+
+def _broadcast_to(self: Any, operand: tl.tensor, sizes: tuple[int, ...]) -> tl.tensor:
+    if operand.type.sizes == sizes:
+        return operand
+    handle = self.builder.create_broadcast(operand.handle, list(sizes))
+    return self.tensor(handle, tl.block_type(operand.dtype, sizes))
+
+
+_stock_unwrap = tl.core._unwrap_if_constexpr
+
+
+def _unwrap(value: Any) -> Any:
+    return value if type(value) is tl.tensor else _stock_unwrap(value)
+
+
+def _patch_attribute(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Give a function of the language its semantic; stock does so in three calls, and copies the keywords."""
+    function = getattr(member, "__wrapped__", member)  # what tl.core.builtin has wrapped
+    semantic = stock.interpreter_semantic
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, called)
 
 
 class _Modules:
@@ -551,12 +635,17 @@ def install() -> None:
     if not isinstance(tl.sum, stock.InterpretedFunction):
         raise RuntimeError("TRITON_INTERPRET=1 must be set before triton is imported")
     backend.interpreter_knows_bfloat16 = backend.interpreter_knows_float8 = True
+    stock._patch_attr = _patch_attribute
     stock._patch_lang(_Modules)  # the scope that would undo it is let go
     for module in (tl, tl.core):
         module.range = _loop
     tl.tensor.__index__ = lambda self: int(self.handle.data.item())
     stock._get_np_dtype = _numpy_dtype
     tl.block_type.__init__ = _init_block_type
+    tl.tensor.__init__ = _init_tensor
+    tl.dtype.__eq__ = _equal_types
+    tl.core._unwrap_if_constexpr = _unwrap
+    TritonSemantic.binary_op_type_checking_impl = _binary_operands
     TritonSemantic.broadcast_impl_value = _broadcast
     stock.interpreter_builder.options = stock.InterpreterOptions(debug=True)
     stock.interpreter_builder.__class__ = RepairedBuilder

@@ -249,6 +249,15 @@ def test_products_are_summed_in_float32(dtype):
     torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [16, 64])
+def test_products_are_summed_in_one_order_whichever_operand_comes_first(size):
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    c, d = torch.empty(size, size), torch.empty(size, size)
+    dot_kernel[(1,)](a, b.T.contiguous(), c, N=size, PRECISION="ieee")
+    dot_kernel[(1,)](b, a.T.contiguous(), d, N=size, PRECISION="ieee")
+    assert torch.equal(c, d.T)
+
+
 def test_float32_products_are_rounded_to_tf32_unless_ieee_is_asked_for():
     a, b = torch.randn(64, 64), torch.eye(64)
     c = torch.empty(64, 64)

@@ -1,12 +1,13 @@
-"""Kernels with one property each, compiled offline; run as a script, prints what was found as JSON.
+"""Kernels with one property each, compiled offline.
 
-The script runs in a process of its own: pytest's interprets kernels.
+The tests' compile worker runs :func:`find`: pytest's own process interprets kernels.
 """
 
 from __future__ import annotations
 
 import doctest
-import json
+import inspect
+from unittest import mock
 
 import torch
 import triton
@@ -64,7 +65,16 @@ def norm_step() -> None:
     fusedops.rms_norm(x, 256).backward(torch.ones(4, 256))
 
 
-def main() -> None:
+def find() -> dict[str, object]:
+    from fusedops.inspection import resources
+
+    # The tools are asked afresh, whatever the worker remembers of them.
+    fresh = {name: inspect.unwrap(getattr(resources, name)) for name in ("ptxas_report", "_run")}
+    with mock.patch.multiple(resources, **fresh):
+        return _find()
+
+
+def _find() -> dict[str, object]:
     from fusedops.inspection import offline
     from fusedops.inspection.offline import CompilationError, capture_launches, compile_launch, compile_launches
     from fusedops.runtime.device import device_facts
@@ -122,8 +132,4 @@ def main() -> None:
     except Exception as error:  # no driver, or a driver that takes no CPU tensor: the real one is asked again
         found["launch_after"] = str(error)
     found["examples"] = list(doctest.testmod(offline))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,12 +1,11 @@
-"""Products compiled offline and their instructions counted; run as a script, prints what was found as JSON.
+"""Products compiled offline and their instructions counted.
 
-The script runs in a process of its own: pytest's interprets kernels.
+The tests' compile worker runs :func:`find`: pytest's own process interprets kernels.
 """
 
 from __future__ import annotations
 
 import doctest
-import json
 
 import torch
 import triton
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from fusedops.inspection import sass
 from fusedops.inspection.offline import Compiled, compile_launches
-from tests.harness.compile import all_cases, remember_ptxas
+from tests.harness.compile import all_cases
 
 _USUAL = ("sm_80", "sm_90", "sm_100")
 # Cases, which of their launches, and for which targets.
@@ -53,8 +52,7 @@ def report(compiled: Compiled) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    remember_ptxas()
+def find() -> dict[str, object]:
     cases = all_cases()
     found: dict[str, object] = {
         f"{name} {target}": report(compile_launches(target, cases[case].make())[launch])
@@ -67,8 +65,4 @@ def main() -> None:
     (crowded,) = compile_launches("sm_90", lambda: crowded_kernel[(1,)](x, y, N=256, K=4096, BLOCK=64, num_warps=4))
     found["crowded"] = sass.serialised(crowded)
     found["examples"] = list(doctest.testmod(sass))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -9,14 +9,14 @@ import pytest
 
 from fusedops.inspection.offline import capture_launches, target_facts
 from fusedops.inspection.resources import Resources, ToolError, amd_resources
-from tests.harness.compile import run_script
+from tests.harness.compile import CompileWorker
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
-def probes() -> dict[str, Any]:
-    return run_script("tests.inspection.probes")
+def probes(compiler: CompileWorker) -> dict[str, Any]:
+    return compiler.call("tests.inspection.probes:find")
 
 
 @needs_triton

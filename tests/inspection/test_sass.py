@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusedops.inspection.sass import innermost_loops, parse_amd, parse_sass
-from tests.harness.compile import run_script
+from tests.harness.compile import CompileWorker
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -136,8 +136,8 @@ kernel:                                 ; @kernel
 
 
 @pytest.fixture(scope="module")
-def probes() -> dict[str, Any]:
-    return run_script("tests.inspection.sass_probes")
+def probes(compiler: CompileWorker) -> dict[str, Any]:
+    return compiler.call("tests.inspection.sass_probes:find")
 
 
 @needs_triton

@@ -12,7 +12,7 @@ from fusedops.inspection.accesses import Access
 from fusedops.inspection.amd import amd_accesses, llir_accesses
 from fusedops.inspection.ptx import ptx_accesses
 from fusedops.inspection.traffic import Traffic
-from tests.harness.compile import run_script
+from tests.harness.compile import CompileWorker
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -282,8 +282,8 @@ def test_bytes_and_widths_by_argument():
 
 
 @pytest.fixture(scope="module")
-def probes() -> dict[str, Any]:
-    return run_script("tests.inspection.traffic_probes")
+def probes(compiler: CompileWorker) -> dict[str, Any]:
+    return compiler.call("tests.inspection.traffic_probes:find")
 
 
 def traffic_of(probes: dict[str, Any], name: str, target: str) -> Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -34,17 +35,23 @@ DEVICES = [*TARGETS.values(), *UNKNOWN, INTERPRETER]
 SIZES = (0, 1, 16, 33, 64, 100, 768, 50257)
 
 
+@functools.cache
 def problems():
-    for product, sizes, (itemsize, precision), activation, aligned in itertools.product(
+    """Each once: several calls are one problem."""
+    calls = itertools.product(
         ("forward", "grad_input", "grad_weight"),
         itertools.product(SIZES, SIZES, (0, 4096)),
         ((2, "ieee"), (4, "ieee"), (4, "tf32"), (4, "tf32x3")),
         (None, "relu", "gelu"),
         (True, False),
-    ):
-        yield LinearProblem.of(
+    )
+    found = (
+        LinearProblem.of(
             product, *sizes, itemsize=itemsize, activation=activation, precision=precision, aligned=aligned
         )
+        for product, sizes, (itemsize, precision), activation, aligned in calls
+    )
+    return list(dict.fromkeys(found))
 
 
 @pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")

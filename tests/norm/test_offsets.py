@@ -21,7 +21,7 @@ def far_apart(rows: int, width: int, stride: int) -> torch.Tensor:
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_rows_far_apart(kernel_runner, norm, width):
     """The stride fits in an int32, row times stride does not; the interpreter reports an int32 that overflows."""
-    x, grad = far_apart(5, width, 2**29 + 16), far_apart(5, width, 2**29 + 48)
+    x, grad = far_apart(3, width, 2**30 + 16), far_apart(3, width, 2**30 + 48)
     weight = torch.randn(width, dtype=torch.bfloat16, requires_grad=True)
     results = []
     for tensor, incoming in ((x, grad), (x.contiguous(), grad.contiguous())):

@@ -58,13 +58,16 @@ def away_from_zero(*shape, **options):
 
 
 @WIDTHS
-@pytest.mark.parametrize("parameters", ["none", "weight", "bias", "both"])
-@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize(
+    ("norm", "parameters"),
+    [(n, p) for n in NORMS for p in ("none", "weight", "bias", "both") if n.center or p in ("none", "weight")],
+    ids=str,
+)
 def test_recompute_gives_the_same_gradients(kernel_runner, norm, parameters, width):
-    x = randn(5, width, device=kernel_runner.device, requires_grad=True)
+    x = randn(3, width, device=kernel_runner.device, requires_grad=True)
     weight = away_from_zero(width, device=kernel_runner.device) if parameters in ("weight", "both") else None
     bias = None
-    if norm.center and parameters in ("bias", "both"):
+    if parameters in ("bias", "both"):
         bias = randn(width, device=kernel_runner.device, requires_grad=True)
     wanted = [t for t in (x, weight, bias) if t is not None]
     plain, again = (fused(norm, x, weight, bias, recompute=r) for r in (False, True))

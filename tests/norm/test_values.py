@@ -51,7 +51,8 @@ def tensors(runner, rows, width, dtype, parameter_dtype=None, layout="contiguous
 )
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_any_width(runner, norm, width, dtype):
-    x, weight, bias = tensors(runner, (2, 3), width, dtype)
+    rows = (2, 3) if width <= 8192 else (1, 3)  # a looped backward's programs take two at once
+    x, weight, bias = tensors(runner, rows, width, dtype)
     check(norm, x, (width,), weight, bias if norm.center else None, torch.randn_like(x))
 
 
@@ -80,12 +81,15 @@ def test_any_normalized_shape(runner, norm, shape):
 
 
 @pytest.mark.parametrize("width", [24, 20000], ids=["held", "looped"])
-@pytest.mark.parametrize("parameters", ["none", "weight", "bias", "both"])
-@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize(
+    ("norm", "parameters"),
+    [(n, p) for n in NORMS for p in ("none", "weight", "bias", "both") if n.center or p in ("none", "weight")],
+    ids=str,
+)
 def test_missing_parameters(runner, norm, parameters, width):
-    x, weight, bias = tensors(runner, (5,), width, torch.float32)
+    x, weight, bias = tensors(runner, (3,), width, torch.float32)
     weight = weight if parameters in ("weight", "both") else None
-    bias = bias if parameters in ("bias", "both") and norm.center else None
+    bias = bias if parameters in ("bias", "both") else None
     check(norm, x, (width,), weight, bias, torch.randn_like(x))
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -142,57 +138,3 @@ def test_functional_call_and_per_sample_gradients():
     gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
     model(x).sum().backward()
     torch.testing.assert_close(gradients["0.weight"].sum(0), model[0].weight.grad)
-
-
-_SHARDED = """
-import copy, os, torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-import fusedops
-from tests.patching.models import bert, gpt2, inputs
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-def gradients(model, batch):
-    torch.manual_seed(0)
-    model(**batch).logits.square().mean().backward()
-    full = [p.grad for p in model.parameters()]
-    return [g if g is None or not hasattr(g, "full_tensor") else g.full_tensor() for g in full]
-
-for build in (bert, gpt2):
-    plain = build()
-    batch = inputs(plain)
-    expected = gradients(plain, batch)
-    for wrap in ("fsdp", "fsdp of every linear", "ddp"):
-        plain.zero_grad()
-        model = copy.deepcopy(plain)
-        replaced = len(fusedops.patch(model).replaced)
-        if wrap == "ddp":
-            model = DistributedDataParallel(model, find_unused_parameters=True)
-            assert len(fusedops.patch(model).already) == replaced
-        else:
-            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-            parts = model.bert.encoder.layer if build is bert else model.transformer.h
-            for part in parts:
-                if wrap != "fsdp":
-                    fully_shard(part.intermediate.dense if build is bert else part.mlp.c_fc, mesh=mesh)
-                fully_shard(part, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        for actual, reference in zip(gradients(model, batch), expected, strict=True):
-            assert (actual is None) == (reference is None)
-            if actual is not None:
-                torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-6)
-    sharded = copy.deepcopy(plain)
-    fully_shard(sharded, mesh=mesh)
-    reasons = {entry.reason for entry in fusedops.patch(sharded).left}
-    assert any("its weight is a DTensor" in reason for reason in reasons), reasons
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-def test_sharded_and_replicated_models():
-    root = Path(fusedops.__file__).parents[1]
-    program = f'import fusedops\nwith fusedops.backend("torch"):\n    exec({_SHARDED!r})'
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)

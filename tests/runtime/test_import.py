@@ -51,46 +51,45 @@ print(*fusedops.explain(fusedops.layer_norm, x, 8).reasons, sep="|")
     assert output.startswith("Triton is not installed|")
 
 
-def test_imports_nothing_heavy_and_touches_no_driver():
-    heavy = run(
-        """
-import sys, torch
+IMPORT = """
+import sys, time
+began = time.perf_counter()
+import torch
+torch_there = time.perf_counter()
 before = set(sys.modules)
+import warnings; warnings.simplefilter("error")
 import fusedops
+done = time.perf_counter()
 assert not torch.cuda.is_initialized()
 new = {m.split(".")[0] for m in set(sys.modules) - before}
-print(*sorted(new & {"triton", "transformers", "matplotlib", "numpy", "typer", "rich", "sympy"}))
-print(*[m for m in ("torch._dynamo", "torch._inductor") if m in set(sys.modules) - before])
+heavy = new & {"triton", "transformers", "matplotlib", "numpy", "typer", "rich", "sympy"}
+parts = [m for m in ("torch._dynamo", "torch._inductor") if m in set(sys.modules) - before]
+print((done - began) / (torch_there - began), *sorted(heavy), *parts)
 """
-    )
-    assert heavy.split() == []
 
 
-def test_no_warning_at_import():
-    run("import torch, warnings; warnings.simplefilter('error'); import fusedops")
+@pytest.fixture(scope="module")
+def imports() -> list[list[str]]:
+    """Of three fresh processes: the time of both imports over that of torch's, and the heavy modules that came."""
+    return [run(IMPORT).split() for _ in range(3)]
 
 
-def test_costs_less_than_half_of_torchs_own_import():
-    ratios = [
-        float(
-            run(
-                "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import fusedops;"
-                " print((time.perf_counter() - a) / (b - a))"
-            )
-        )
-        for _ in range(3)
-    ]
-    assert statistics.median(ratios) < 1.5
+def test_imports_nothing_heavy_warns_of_nothing_and_touches_no_driver(imports):
+    assert [heavy for _, *heavy in imports] == [[]] * 3
 
 
-@pytest.mark.parametrize("value", ["cuda", "both"])
-def test_a_wrong_environment_variable_is_named(value):
+def test_costs_less_than_half_of_torchs_own_import(imports):
+    assert statistics.median(float(ratio) for ratio, *_ in imports) < 1.5
+
+
+def test_a_wrong_environment_variable_is_named():
+    """Which values are wrong: see test_settings.py."""
     result = subprocess.run(
         [sys.executable, "-c", "import fusedops"],
-        env={**os.environ, "FUSEDOPS_BACKEND": value},
+        env={**os.environ, "FUSEDOPS_BACKEND": "both"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert result.returncode == 1
-    assert f"FUSEDOPS_BACKEND must be one of auto, triton, torch; got '{value}'" in result.stderr
+    assert "FUSEDOPS_BACKEND must be one of auto, triton, torch; got 'both'" in result.stderr
