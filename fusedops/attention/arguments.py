@@ -11,7 +11,7 @@ import torch
 from fusedops.attention.block_mask import BlockMask
 from fusedops.attention.modifiers import MaskMod, ScoreMod
 from fusedops.attention.options import Options
-from fusedops.attention.reference import default_scale, longest_of
+from fusedops.attention.reference import longest_of
 from fusedops.runtime.checks import (
     check_bool,
     check_number,
@@ -128,7 +128,7 @@ def check_modifiers(
         batch: or the number of packed sequences.
         lengths: of queries and keys; None: not known, for packed sequences.
     """
-    heads, size = q.shape[1], q.shape[-1]  # of dense and of packed queries
+    heads = q.shape[1]  # of dense and of packed queries
     bottom_right, left, right = _check_causal(function, given.causal, given.window)
     attn_mask = given.attn_mask
     if attn_mask is not None:
@@ -146,12 +146,11 @@ def check_modifiers(
     if given.sinks is not None:
         _check_per_head(function, "sinks", given.sinks, heads, None, q)
     scale = given.scale
-    if scale is None:
-        scale = default_scale(size)
-    else:
+    if scale is not None:
         check_number(function, "scale", scale)
-        if not math.isfinite(scale):
+        if not -math.inf < scale < math.inf:  # math.isfinite would end a traced graph
             wrong_value(function, "scale", "None or a finite number", scale)
+        scale = float(scale)
     if given.softcap:
         check_number(function, "softcap", given.softcap)
         if not 0 < given.softcap < math.inf:
@@ -170,7 +169,7 @@ def check_modifiers(
         left=left,
         right=right,
         softcap=float(given.softcap),
-        scale=float(scale),
+        scale=scale,
         dropout_p=float(given.dropout_p),
     )
     if given.score_mod is not None:

@@ -92,7 +92,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) ->
     dtype = autocast_dtype(q)
     if not q.dtype == k.dtype == v.dtype == dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    options = options._replace(seed=_seed(q, options), precision=float32_precision(q))
+    options = options.with_scale(q.shape[-1])._replace(seed=_seed(q, options), precision=float32_precision(q))
     out, lse, _ = attention_op(q, k, v, *options)
     return out, lse
 
@@ -451,7 +451,7 @@ def _drop_in_options(
     return Options(
         mask,
         right=0 if is_causal else None,
-        scale=reference.default_scale(query.shape[-1]) if scale is None else float(scale),
+        scale=None if scale is None else float(scale),
         dropout_p=float(dropout_p),
     )
 

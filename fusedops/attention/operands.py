@@ -160,6 +160,7 @@ class Operands:
         natural = options.float_mask or options.score_mod != ""
         unit = 1.0 if natural else LOG2E
         softcap, scale = options.softcap, options.scale
+        assert scale is not None
         # A limit that no pair of positions passes is none.
         most = min(q.shape[2] + k.shape[2], _LARGEST_BAND)
         left = None if options.left is None or options.left >= most else options.left

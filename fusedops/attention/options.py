@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class Options(NamedTuple):
         bottom_right: the diagonal ends at the last query and key, else it begins at the first ones.
         left, right: query i sees key j only if i + shift - left ≤ j ≤ i + shift + right; None: no limit.
         softcap: s becomes softcap · tanh(s / softcap); 0: it does not.
-        scale: factor of q·k.
+        scale: factor of q·k. None: 1/√size, which the operators want as a number.
         dropout_p: probability that a weight is dropped.
         precision: of float32 products (runtime.precision).
     """
@@ -44,9 +45,13 @@ class Options(NamedTuple):
     left: int | None = None
     right: int | None = None
     softcap: float = 0.0
-    scale: float = 1.0
+    scale: float | None = 1.0
     dropout_p: float = 0.0
     precision: str = "ieee"
+
+    def with_scale(self, size: int) -> Options:
+        """With the factor as a number, for a head size."""
+        return self if self.scale is not None else self._replace(scale=1.0 / math.sqrt(max(size, 1)))
 
     @property
     def float_mask(self) -> bool:

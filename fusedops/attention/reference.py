@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -53,10 +52,12 @@ class _Grid(NamedTuple):
     def of(cls, q: torch.Tensor, k: torch.Tensor, options: Options, packing: _Packing | None) -> _Grid:
         batch, heads, seqlen_q, _ = q.shape
         seqlen_k = k.shape[2]
-        b, h, i, j = (
-            torch.arange(size, device=q.device).view([-1 if dim == at else 1 for dim in range(4)])
-            for at, size in enumerate((batch, heads, seqlen_q, seqlen_k))
-        )
+        device = q.device
+        # By unsqueezing, not by a view: with dynamic sizes torch.compile reasons much less about it.
+        b = torch.arange(batch, device=device)[:, None, None, None]
+        h = torch.arange(heads, device=device)[None, :, None, None]
+        i = torch.arange(seqlen_q, device=device)[None, None, :, None]
+        j = torch.arange(seqlen_k, device=device)[None, None, None, :]
         shift: int | torch.Tensor = 0
         inside = keep = None
         if packing is not None:
@@ -120,6 +121,7 @@ def _modified(plain: torch.Tensor, grid: _Grid, options: Options) -> torch.Tenso
 
 def _scores(q: torch.Tensor, k: torch.Tensor, grid: _Grid, options: Options) -> _Scores:
     """In the dtype of q and k, whose heads are equal in number."""
+    assert options.scale is not None
     s = options.scale * (q @ k.transpose(-1, -2))
     tanh = None
     if options.softcap:
@@ -236,6 +238,7 @@ def attention(
             a query) and Σ exp(s - maximum). The kernels keep them in a unit of their own.
     """
     compute = compute_dtype(q.dtype)
+    options = options.with_scale(q.shape[-1])
     with _no_autocast(q):
         packing = _Packing.of(q, k, options, longest)
         queries, keys, values = q.to(compute), k.to(compute), v.to(compute)
@@ -333,6 +336,7 @@ def attention_backward(
             ds = ds.masked_fill(final == float("-inf"), 0.0)
         if tanh is not None:
             ds = ds * (1 - tanh * tanh)
+        assert options.scale is not None
         dq = options.scale * (ds @ keys)
         dk = options.scale * (ds.transpose(-1, -2) @ queries)
         dv = weights.transpose(-1, -2) @ do
@@ -391,7 +395,3 @@ def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
         grouped = True
     mask = torch_mask(attn_mask, q)
     return _dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=options.scale, enable_gqa=grouped)
-
-
-def default_scale(size: int) -> float:
-    return 1.0 / math.sqrt(max(size, 1))

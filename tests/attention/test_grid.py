@@ -73,7 +73,7 @@ def problems(draw) -> Problem:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_grid(kernel_runner, part):
-    # A problem that fails is not shrunk: small ones fail by chance.
+    # A problem that fails is not shrunk: the errors of smaller ones are a matter of luck.
     @seed(part)
     @settings(max_examples=DRAWS, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
     @given(
