@@ -47,6 +47,9 @@ def _check_mask(function: str, mask: Any, shape: Sequence[int], like: str, q: to
     """A bool or floating tensor that broadcasts to ``shape``, adding no dimension."""
     if not isinstance(mask, _Tensor):
         wrong_type(function, "attn_mask", "a bool or floating-point tensor, or None", mask)
+    if not (mask.dtype is _bool or mask.is_floating_point()):
+        takes = "a bool tensor (True: the query may see the key) or a floating-point one, which is added to the scores"
+        wrong_type(function, "attn_mask", takes, mask)
     if mask.dtype is not _bool:
         check_tensor(function, "attn_mask", mask)
     elif mask.layout is not _strided:
@@ -151,7 +154,9 @@ def check_modifiers(
         if not -math.inf < scale < math.inf:  # math.isfinite would end a traced graph
             wrong_value(function, "scale", "None or a finite number", scale)
         scale = float(scale)
-    if given.softcap:
+    if given.softcap is None:
+        given = given._replace(softcap=0.0)
+    elif given.softcap:
         check_number(function, "softcap", given.softcap)
         if not 0 < given.softcap < math.inf:
             wrong_value(function, "softcap", "0 (none) or a positive, finite number", given.softcap)
@@ -202,12 +207,19 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Mo
     return check_modifiers("attention", given, q, batch, (seqlen_q, seqlen_k))
 
 
-def check_longest(sequences: Sequence[torch.Tensor], longest: tuple[int, int]) -> None:
-    """No sequence is longer than was said. Reads the numbers, which is free on a CPU alone."""
-    for name, starts, said in zip(("max_seqlen_q", "max_seqlen_k"), sequences, longest, strict=True):
-        found = longest_of(starts)
-        if found > said:
-            wrong_value("attention_varlen", name, f"at least {found}, the length of the longest sequence", said)
+def check_sequences(
+    sequences: Sequence[torch.Tensor], tokens: tuple[int, int], longest: tuple[int, int] | None
+) -> None:
+    """The numbers make sense. Reads them, which is free on a CPU alone."""
+    for place, side in enumerate("qk"):
+        starts = sequences[place]
+        numbers = starts.tolist()
+        if numbers[0] != 0 or numbers != sorted(numbers) or numbers[-1] > tokens[place]:
+            takes = f"0 and where each sequence ends, ascending, at most the {tokens[place]} tokens of {side}"
+            wrong_value("attention_varlen", f"cu_seqlens_{side}", f"{takes} (the lengths' cumulative sum)", numbers)
+        if longest is not None and longest_of(starts) > longest[place]:
+            takes = f"at least {longest_of(starts)}, the length of the longest sequence"
+            wrong_value("attention_varlen", f"max_seqlen_{side}", takes, longest[place])
 
 
 def check_block_mask(q: torch.Tensor, k: torch.Tensor, block_mask: Any) -> BlockMask:

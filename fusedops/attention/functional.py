@@ -18,8 +18,8 @@ from fusedops.attention.arguments import (
     check_block_mask,
     check_document_ids,
     check_drop_in_options,
-    check_longest,
     check_scaled_dot_product_attention,
+    check_sequences,
 )
 from fusedops.attention.autograd import attention_op, gradient_asked
 from fusedops.attention.block_mask import BlockMask
@@ -175,7 +175,7 @@ def attention(
             the diagonal (as for ``window``): Press et al. 2022, "Train Short, Test Long". It has a gradient.
         sinks: (heads,), floating: one more logit in the softmax of each row of a head, that belongs to no key (Xiao et
             al. 2024, "Efficient Streaming Language Models with Attention Sinks"). It has a gradient.
-        softcap: above 0, a score s becomes ``softcap · tanh(s / softcap)`` (Gemma 2).
+        softcap: 0 or None: none. Above 0, a score s becomes ``softcap · tanh(s / softcap)`` (Gemma 2).
         scale: factor of the scores, any real number. None: 1/√size.
         dropout_p: probability that a softmax weight is dropped, drawn from torch's generator; those that stay are
             multiplied by 1 / (1 - dropout_p).
@@ -196,9 +196,8 @@ def attention(
             float32 (float64 for float64 inputs); −inf for a query that sees neither key nor sink. It has a gradient.
 
     Memory of the kernels beside inputs and results: two float32 numbers a query and head are kept for the backward,
-    which takes two or three more while it runs. The gradient of an ``attn_mask`` that is broadcast over queries (keys)
-    takes a float32 copy of the mask for each tile of queries (keys) while it is summed. Nothing of the size of the
-    scores.
+    which takes two or three more while it runs. The gradient of a small ``attn_mask`` takes float32 copies of it, of
+    two tiles a multiprocessor in all, while it is summed. Nothing of the size of the scores.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device; the message names it.
@@ -298,8 +297,9 @@ def attention_varlen(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device; the message names it. The numbers
-            in ``cu_seqlens_q`` and ``cu_seqlens_k`` are not read on the host: where they are not ascending from 0, the
-            results are meaningless, but nothing outside the tensors is read or written.
+            in ``cu_seqlens_q`` and ``cu_seqlens_k`` are checked on the CPU alone, since reading them waits for a GPU:
+            there, where they are not ascending from 0, the results are meaningless, but nothing outside the tensors is
+            read or written.
         BackendError: the torch backend serves the call and a rule has no ``definition``.
 
     Example:
@@ -331,8 +331,8 @@ def _run_packed(
     if might_use_triton(q.device) and use_triton(function, _unsupported(q, k, v, options), q.device):
         return _run(q, k, v, options)
     _check_definitions(function, options)
-    if longest is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_longest(options.sequences, longest)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_sequences(options.sequences, (q.shape[2], k.shape[2]), longest)
     options = options._replace(seed=_seed(q, options))
     return reference.attention_with_lse(q, k, v, options, longest)
 
