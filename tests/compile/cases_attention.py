@@ -14,7 +14,7 @@ from fusedops.attention.options import Needs, Options
 from fusedops.attention.tuning import BLOCK, AttentionConfig, too_small
 from fusedops.runtime.backend import HAS_TRITON
 from fusedops.runtime.device import TARGETS
-from tests.harness.compile import BFLOAT16_TARGETS, KINDS, TABLES, Case
+from tests.harness.compile import BFLOAT16_TARGETS, Case
 
 if HAS_TRITON:
     import triton
@@ -89,33 +89,33 @@ def _backward(*arguments: Any) -> Callable[[], object]:
     return lambda: attention_backward(out, None, q, k, v, out, statistics, options, needs)
 
 
-# name of the options, head size, dtype, key heads of 4, targets (None: all), length, targets of every run (None: usual)
-_TABLE: list[tuple[str, int, torch.dtype, int, frozenset[str] | None, int, set[str] | None]] = [
-    ("causal", 64, _FP16, 2, None, _LENGTH, None),
-    ("causal", 128, _BF16, 2, BFLOAT16_TARGETS, _LENGTH, None),
-    ("biased", 128, _FP16, 4, None, _LENGTH, None),
-    ("causal", 256, _FP16, 2, None, _LENGTH, None),
-    ("causal", 64, _FP32, 2, None, _LENGTH, None),
-    ("biased", 256, _FP32, 4, None, _LENGTH, None),
-    ("padded", 64, _BF16, 4, BFLOAT16_TARGETS, _LENGTH, None),
-    ("biased", 64, _FP16, 4, None, _LENGTH, None),
-    ("padded", 80, _FP16, 4, None, _LENGTH, None),
-    ("biased", 256, _FP16, 4, None, _LENGTH, None),
-    ("causal", 192, _BF16, 2, None, _LENGTH, None),
-    ("biased", 64, _FP32, 4, None, _LENGTH, None),
-    ("biased", 128, _FP32, 4, None, _LENGTH, None),
-    # The options one by one, where they are used; each takes long, so every run takes some of the targets.
-    ("window", 128, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_80", "sm_90"}),
-    ("sinks", 64, _BF16, 1, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_90"}),
-    ("softcap", 256, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_80", "sm_90"}),
-    ("alibi", 128, _BF16, 4, TABLES & BFLOAT16_TARGETS, _LENGTH, {"gfx942"}),
-    ("dropout", 64, _FP16, 4, TABLES, _LENGTH, {"sm_80"}),
-    ("packed", 128, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_90", "gfx942"}),
-    ("blocks", 64, _BF16, 2, TABLES & BFLOAT16_TARGETS, _LENGTH, {"sm_90"}),
-    ("rules", 128, _FP16, 4, TABLES, _LENGTH, {"sm_80"}),
+# name of the options, head size, dtype, key heads of 4, targets (None: all), length
+_TABLE: list[tuple[str, int, torch.dtype, int, frozenset[str] | None, int]] = [
+    ("causal", 64, _FP16, 2, None, _LENGTH),
+    ("causal", 128, _BF16, 2, BFLOAT16_TARGETS, _LENGTH),
+    ("biased", 128, _FP16, 4, None, _LENGTH),
+    ("causal", 256, _FP16, 2, None, _LENGTH),
+    ("causal", 64, _FP32, 2, None, _LENGTH),
+    ("biased", 256, _FP32, 4, None, _LENGTH),
+    ("padded", 64, _BF16, 4, BFLOAT16_TARGETS, _LENGTH),
+    ("biased", 64, _FP16, 4, None, _LENGTH),
+    ("padded", 80, _FP16, 4, None, _LENGTH),
+    ("biased", 256, _FP16, 4, None, _LENGTH),
+    ("causal", 192, _BF16, 2, None, _LENGTH),
+    ("biased", 64, _FP32, 4, None, _LENGTH),
+    ("biased", 128, _FP32, 4, None, _LENGTH),
+    # The options one by one, where they are used. Each takes long to compile: for some of the targets.
+    ("window", 128, _BF16, 2, frozenset({"sm_80", "sm_90"}), _LENGTH),
+    ("sinks", 64, _BF16, 1, frozenset({"sm_90"}), _LENGTH),
+    ("softcap", 256, _BF16, 2, frozenset({"sm_80", "sm_90"}), _LENGTH),
+    ("alibi", 128, _BF16, 4, frozenset({"gfx942"}), _LENGTH),
+    ("dropout", 64, _FP16, 4, frozenset({"sm_80"}), _LENGTH),
+    ("packed", 128, _BF16, 2, frozenset({"sm_90", "gfx942"}), _LENGTH),
+    ("blocks", 64, _BF16, 2, frozenset({"sm_90"}), _LENGTH),
+    ("rules", 128, _FP16, 4, frozenset({"sm_80"}), _LENGTH),
     # Too few tiles to fill a device: one launch for all gradients.
-    ("causal", 64, _BF16, 4, KINDS, 512, {"sm_90"}),
-    ("packed", 64, _FP16, 4, KINDS, 512, {"sm_80"}),
+    ("causal", 64, _BF16, 4, frozenset({"sm_90"}), 512),
+    ("packed", 64, _FP16, 4, frozenset({"sm_80"}), 512),
 ]
 
 
@@ -143,19 +143,16 @@ _PERSISTENT = AttentionConfig(128, 64, 8, 2, descriptors=True, persistent=True)
 _SPECIALIZED = AttentionConfig(128, 64, 4, 2, descriptors=True, persistent=True, specialize=True)
 
 CASES = [
-    Case("persistent_128", functools.partial(_candidate, 128, _PERSISTENT), frozenset({"sm_90", "sm_100"})),
-    Case(
-        "specialized_64", functools.partial(_candidate, 64, _SPECIALIZED), frozenset({"sm_100"}), frozenset({"sm_100"})
-    ),
+    Case("persistent_128", functools.partial(_candidate, 128, _PERSISTENT), frozenset({"sm_90"})),
+    Case("specialized_64", functools.partial(_candidate, 64, _SPECIALIZED), frozenset({"sm_100"})),
 ]
 CASES += [
     Case(
         f"{name}_{size}_{str(dtype).removeprefix('torch.')}{'' if length == _LENGTH else '_short'}_{make.__name__[1:]}",
         functools.partial(make, size, dtype, name, kv_heads, length),
         _targets(size, dtype, targets),
-        usual and frozenset(usual),
     )
-    for name, size, dtype, kv_heads, targets, length, usual in _TABLE
+    for name, size, dtype, kv_heads, targets, length in _TABLE
     for make in (_forward, _backward)
     if length == _LENGTH or make is _backward
 ]

@@ -18,7 +18,7 @@ MAY_SPILL = ("sm_75",)
 
 CASES = all_cases()
 COMBINATIONS = [
-    pytest.param(name, target, id=f"{name}-{target}", marks=() if target in (case.usual or KINDS) else pytest.mark.slow)
+    pytest.param(name, target, id=f"{name}-{target}", marks=() if target in KINDS else pytest.mark.slow)
     for target in TARGETS
     for name, case in CASES.items()
     if case.targets is None or target in case.targets

@@ -47,13 +47,11 @@ class Case:
             (few rows: only their strides and dtypes count). Imports of kernel modules belong inside: the list of cases
             is read where Triton may be missing.
         targets: keys of ``fusedops.runtime.device.TARGETS``; None: all of them.
-        usual: those that every run compiles for; the others are compiled with ``-m slow``. None: one of each kind.
     """
 
     id: str
     make: Callable[[], Callable[[], object]]
     targets: frozenset[str] | None = None
-    usual: frozenset[str] | None = None
 
 
 def all_cases() -> dict[str, Case]:
