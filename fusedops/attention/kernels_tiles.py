@@ -7,8 +7,8 @@ Scores are kept in base 2, ``s = log₂e · scale · q·k``, so that the softmax
 Where NATURAL they are in base e: a float mask holds values like the most negative float32, which times log₂e is −inf,
 and a score_mod is written for scores as they are.
 
-``terms`` is an operands.Terms, ``dropout`` an operands.Dropout, ``lists`` an operands.Lists: a member that is None, or the
-whole being None, is decided when a kernel is compiled.
+``terms`` is an operands.Terms, ``dropout`` an operands.Dropout, ``lists`` an operands.Lists: a member that is None, or
+the whole being None, is decided when a kernel is compiled.
 """
 
 from __future__ import annotations
