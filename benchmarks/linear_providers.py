@@ -249,10 +249,10 @@ def launching(kernel: str | None = None) -> Iterator[dict[str, None]]:
     modules: tuple[Any, ...] = (kernels_common, kernels_gated)
     genuine = kernels_common.resolve
 
-    def resolve(problem: Any, device: torch.device, default_config: Any) -> Any:
+    def resolve(operator: Any, problem: Any, device: torch.device) -> Any:
         config = _candidate(kernel, problem, device_facts(device)) if kernel is not None else None
         if config is None:
-            config = genuine(problem, device, default_config)
+            config = genuine(operator, problem, device)
         taken[f"{getattr(problem, 'product', 'gated')} {config.kernel}"] = None
         return config
 

@@ -11,7 +11,10 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; a thread pool each would only get in the way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import atexit
 import importlib.util
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +28,13 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _HAS_GPU = torch.cuda.is_available()
 if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What this machine's user has stored must not decide what tests see. Processes that a test starts inherit it.
+_CACHE = tempfile.mkdtemp(prefix="fusedops-tests-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+os.environ["FUSEDOPS_CACHE_DIR"] = _CACHE
+for _name in ("FUSEDOPS_AUTOTUNE", "FUSEDOPS_CONFIG_PATH", "FUSEDOPS_RECORD_FILE", "FUSEDOPS_STRICT"):
+    os.environ.pop(_name, None)
 
 import fusedops  # noqa: E402
 from fusedops.runtime.settings import SETTINGS  # noqa: E402

@@ -33,8 +33,9 @@ _Tensor, _bool, _strided = torch.Tensor, torch.bool, torch.strided
 
 def check_tensors(function: str, names: tuple[str, str, str], q: Any, k: Any, v: Any) -> None:
     """Three floating-point tensors of one device and, autocast aside, one dtype."""
-    for name, tensor in zip(names, (q, k, v), strict=True):
-        check_tensor(function, name, tensor)
+    check_tensor(function, names[0], q)
+    check_tensor(function, names[1], k)
+    check_tensor(function, names[2], v)
     if q.dtype == k.dtype == v.dtype and q.device == k.device == v.device:
         return
     for name, tensor in ((names[1], k), (names[2], v)):
@@ -83,6 +84,8 @@ class Modifiers(NamedTuple):
 
 def _check_causal(function: str, causal: Any, window: Any) -> tuple[bool, int | None, int | None]:
     """(bottom_right, left, right) of :class:`fusedops.attention.options.Options`."""
+    if window is None and (causal is False or causal is True):
+        return not causal, None, 0 if causal else None
     takes = 'False, True, "top_left" or "bottom_right"'
     if not isinstance(causal, (bool, str)):
         wrong_type(function, "causal", takes, causal)
@@ -167,16 +170,9 @@ def check_modifiers(
     elif given.dropout_p != 0:
         check_number(function, "dropout_p", given.dropout_p)
     options = Options(
-        attn_mask,
-        slopes,
-        given.sinks,
-        bottom_right=bottom_right,
-        left=left,
-        right=right,
-        softcap=float(given.softcap),
-        scale=scale,
-        dropout_p=float(given.dropout_p),
-    )
+        attn_mask, slopes, given.sinks, None, (), (), (), (), "", "", bottom_right, left, right,
+        float(given.softcap), scale, float(given.dropout_p),
+    )  # fmt: skip
     if given.score_mod is not None:
         score_mod = ScoreMod.of(function, given.score_mod)
         _check_rule(function, "score_mod", score_mod, q)
@@ -192,9 +188,9 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Mo
     """Raise, naming the argument, or give the options of the call, all but its seed and precision."""
     check_tensors("attention", (_Q, _K, _V), q, k, v)
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    for name, tensor, shape in ((_Q, q, of_q), (_K, k, of_k), (_V, v, of_v)):
-        if len(shape) != 4:
-            wrong_value("attention", name, "of four dimensions (batch, heads, length, head size)", tensor)
+    if not len(of_q) == len(of_k) == len(of_v) == 4:
+        name, tensor = next((name, t) for name, t in ((_Q, q), (_K, k), (_V, v)) if t.dim() != 4)
+        wrong_value("attention", name, "of four dimensions (batch, heads, length, head size)", tensor)
     batch, heads, seqlen_q, size = of_q
     _, kv_heads, seqlen_k, _ = of_k
     if of_k[0] != batch or of_k[3] != size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from fusedops.attention import reference
 from fusedops.attention.options import SCHEMA, Gradients, Needs, Options, empty_gradients, empty_heads
 from fusedops.attention.reference import compute_dtype
 from fusedops.runtime.backend import can_launch
-from fusedops.runtime.library import below_autograd, first_order_only, register
+from fusedops.runtime.library import first_order_only, register
 
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -19,15 +20,15 @@ class Attention(torch.autograd.Function):
     """Saves the inputs, the output and two numbers a row; never the scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> _Outputs:
-        with below_autograd():
-            out, lse, statistics = attention_op(q, k, v, *options)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> _Outputs:
+        *options, compute = rest
+        out, lse, statistics = compute(q, k, v, *options)
         given = Options(*options)
         # q, k, v, attn_mask, alibi_slopes, sinks: the options begin with the last three.
         needs = Needs(*ctx.needs_input_grad[:6])
-        saved = out if any(needs._replace(v=False)) else None
+        saved = out if any(needs[:2]) or any(needs[3:]) else None  # dv does not need it
         lists = (given.sequences, given.blocks, given.score_args, given.mask_args)
-        tensors = (*options[:4], *(tensor for part in lists for tensor in part))
+        tensors = (*options[:4], *itertools.chain(*lists))
         ctx.save_for_backward(q, k, v, saved, statistics, *tensors)
         ctx.lengths = tuple(map(len, lists))
         ctx.numbers = options[8:]
@@ -39,7 +40,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _: Any) -> Any:
-        nothing = (None,) * (3 + len(Options._fields))
+        nothing = (None,) * (4 + len(Options._fields))
         if grad_output is None and grad_lse is None:
             return nothing
         q, k, v, out, statistics, *tensors = ctx.saved_tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from fusedops.attention.options import Options
 from fusedops.attention.tuning import WIDE, too_small
 from fusedops.runtime.backend import BackendError, device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import wrong_value
-from fusedops.runtime.device import device_facts
+from fusedops.runtime.device import DeviceFacts, device_facts
 from fusedops.runtime.dropout import draw_seed
 from fusedops.runtime.precision import autocast_dtype, float32_precision
 
@@ -48,7 +49,11 @@ def _unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opt
     if options is not None and (options.score_mod or options.mask_mod):
         reasons += _rule_reasons(q, k, options)
     if not reasons:
-        small, wide = _device_reasons(q.device.type, q.device.index)
+        device = q.device
+        if torch.compiler.is_compiling():
+            small, wide = _device_reasons(device.type, device.index)
+        else:
+            small, wide = _room(device_facts(device))
         if small is not None:
             reasons.append(small)
         elif wide is not None and autocast_dtype(q) == torch.float32 and min(q.shape[-1], v.shape[-1]) > WIDE:
@@ -79,7 +84,11 @@ def _check_definitions(function: str, options: Options) -> None:
 
 def _device_reasons(kind: str, index: int | None) -> tuple[str | None, str | None]:
     """Why the kernels cannot serve any heads on a device, and why not wide ones of float32."""
-    facts = device_facts(torch.device(kind, index or 0))
+    return _room(device_facts(torch.device(kind, index or 0)))
+
+
+@functools.cache
+def _room(facts: DeviceFacts) -> tuple[str | None, str | None]:
     return too_small(facts, 16, 16, 2), too_small(facts, _MAX_SIZE, _MAX_SIZE, 4)
 
 
@@ -92,7 +101,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) ->
     dtype = autocast_dtype(q)
     if not q.dtype == k.dtype == v.dtype == dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    options = options.with_scale(q.shape[-1])._replace(seed=_seed(q, options), precision=float32_precision(q))
+    options = options.completed(q.shape[-1], _seed(q, options), float32_precision(q))
     out, lse, _ = attention_op(q, k, v, *options)
     return out, lse
 

@@ -30,6 +30,7 @@ from fusedops.attention.kernels_backward_q import backward_q_kernel
 from fusedops.attention.kernels_tiles import bounds_of, exponential, head_of, load_rows
 from fusedops.attention.operands import Operands, strides_of, unit_stride
 from fusedops.attention.options import Gradients, Needs, Options, empty_gradients
+from fusedops.attention.tuning import serves_queries
 from fusedops.runtime.device import device_facts, device_guard
 from fusedops.runtime.launch import ceil_div, next_power_of_2
 from fusedops.runtime.launch import options as launch_options
@@ -143,7 +144,7 @@ def attention_backward(
     operands = Operands.of(q, k, v, options)
     do = unit_stride(grad_output)
     with device_guard(q):
-        through_scores = any(needs._replace(v=False))
+        through_scores = any(needs[:2]) or any(needs[3:])
         assert out is not None or not through_scores
         out = unit_stride(out) if through_scores and out is not None else None
         rows = _rows(out, do, grad_lse, statistics, operands, grads.sinks if needs.sinks else None)
@@ -170,7 +171,8 @@ def _rows(
     Without ``out``, which dv alone does not need, delta is any such tensor.
     """
     batch, heads, seqlen_q, d_v = do.shape
-    base = torch.empty_like(statistics[0])
+    top, total = statistics.unbind()
+    base = torch.empty_like(top)
     weight = torch.empty_like(base) if operands.exact else None
     delta = base if out is None else torch.empty_like(base)
     block_dv = max(16, next_power_of_2(d_v))
@@ -179,7 +181,7 @@ def _rows(
     dlse = None if grad_lse is None else grad_lse.contiguous()
     parts = None if dsinks is None else torch.empty((batch, heads, tiles), dtype=torch.float32, device=do.device)
     rows_kernel[(tiles * batch * heads,)](
-        out, do, dlse, *statistics, None if dsinks is None else operands.sinks, base, weight, delta, parts,
+        out, do, dlse, top, total, None if dsinks is None else operands.sinks, base, weight, delta, parts,
         strides_of(do if out is None else out), strides_of(do), heads, seqlen_q, operands.unit,
         NATURAL=operands.natural, EXACT=operands.exact, D_V=d_v, BLOCK_DV=block_dv, BLOCK_M=block_m,
         **launch_options(4),
@@ -208,8 +210,9 @@ def _launch(
     q, k, v, do = inputs[:4]
     config_k, config_q = operands.config("backward_kv", q, do), operands.config("backward_q", k, v)
     programs_k, programs_q = operands.programs("k", config_k.block_n), operands.programs("q", config_k.block_m)
-    few = programs_k + programs_q <= device_facts(q.device).multiprocessor_count
-    if for_keys and for_queries and few:
+    facts = device_facts(q.device)
+    few = programs_k + programs_q <= facts.multiprocessor_count
+    if for_keys and for_queries and few and serves_queries(config_k, operands.problem("backward_q"), facts):
         backward_joint_kernel[(programs_k + programs_q,)](
             *inputs, dq, dk, dv, slope_rows, *strides, strides_of(of_q), strides_of(of_k), strides_of(of_v),
             *common, operands.lists("keys"), operands.lists("queries"), *operands.sizes,
@@ -239,9 +242,9 @@ def _sums(rows: torch.Tensor, operands: Operands) -> torch.Tensor:
     if starts is None:
         return rows.sum(2)
     heads, total = rows.shape[1:]
-    sums = torch.empty((operands.count, heads), dtype=torch.float32, device=rows.device)
-    if operands.count:
-        sum_of_sequences_kernel[(operands.count * heads,)](
-            rows, sums, starts, heads, operands.count, total, BLOCK=1024, **launch_options(4)
+    sums = torch.empty((operands.sequence_count, heads), dtype=torch.float32, device=rows.device)
+    if operands.sequence_count:
+        sum_of_sequences_kernel[(operands.sequence_count * heads,)](
+            rows, sums, starts, heads, operands.sequence_count, total, BLOCK=1024, **launch_options(4)
         )
     return sums

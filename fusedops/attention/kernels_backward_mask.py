@@ -190,7 +190,7 @@ def mask_gradient(
     if dmask.numel() == 0:
         return
     summed_heads = heads // mask_heads
-    summed = operands.count // mask_batches * summed_heads
+    summed = operands.sequence_count // mask_batches * summed_heads
     if summed == 0 or seqlen_k == 0:
         dmask.zero_()
         return

@@ -271,8 +271,8 @@ def attention_forward(
     """Allocate and launch; arguments and results as :func:`fusedops.attention.reference.attention`."""
     batch, heads, seqlen_q, _ = q.shape
     out = empty_heads(q, (batch, heads, seqlen_q, v.shape[3]))
-    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
-    statistics = torch.empty((2, batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    statistics = q.new_empty((2, batch, heads, seqlen_q), dtype=torch.float32)
     if q.numel() == 0:
         return out, lse, statistics
     operands = Operands.of(q, k, v, options)
@@ -282,7 +282,7 @@ def attention_forward(
         keys, values = operands.moving(config.descriptors, config.block_n, operands.k, operands.v)
         resident = device_facts(q.device).multiprocessor_count if config.persistent else programs
         forward_kernel[(min(programs, resident),)](
-            operands.q, keys, values, out, lse, *statistics,
+            operands.q, keys, values, out, lse, *statistics.unbind(),
             *operands.strides, strides_of(out), operands.terms, operands.sinks, operands.dropout,
             *operands.starts, operands.lists("keys"), *operands.sizes, operands.section("q"), programs,
             abs(operands.scale), operands.softcap, operands.unit,

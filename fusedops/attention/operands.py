@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,17 +9,22 @@ import torch
 from fusedops.attention.modifiers import functions_of
 from fusedops.attention.options import Options
 from fusedops.attention.tuning import (
+    ATTENTION,
     BLOCK,
+    FEATURES,
+    MOST_HEADS,
+    MOST_LENGTH,
     AttentionConfig,
     AttentionProblem,
     Pass,
     copies_by_descriptors,
-    default_config,
+    head_block,
 )
+from fusedops.autotune.buckets import bucket
 from fusedops.autotune.resolve import resolve
 from fusedops.runtime.device import device_facts
 from fusedops.runtime.dropout import threshold_and_scale
-from fusedops.runtime.launch import ceil_div, next_power_of_2, options
+from fusedops.runtime.launch import DTYPE_NAMES, ceil_div, next_power_of_2, options
 from fusedops.runtime.precision import dot_precision
 
 try:
@@ -97,7 +101,7 @@ class Lists(NamedTuple):
 
 
 # Below this length a kernel takes little longer than its launch, which descriptors lengthen.
-_WORTH_DESCRIBING = 512
+WORTH_DESCRIBING = 512
 
 
 def _describable(tensor: torch.Tensor) -> bool:
@@ -130,8 +134,7 @@ def _rule(name: str, args: Any) -> Rule | None:
     return Rule(functions.function, functions.gradient, tuple(args))
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
+class Operands(NamedTuple):
     """The inputs of one call of attention, as kernels take them.
 
     Attributes:
@@ -140,6 +143,8 @@ class Operands:
         terms, dropout, sinks, starts: as the kernels take them.
         scale, softcap: so that a score is ``scale · q·k``, or ``softcap · tanh(scale · q·k)``, in the kernels' unit.
         unit: that unit, of scores in base e: log₂e, or 1 where the kernels compute in base e.
+        shape: of q.
+        shape_v: of v.
     """
 
     q: torch.Tensor
@@ -154,6 +159,8 @@ class Operands:
     softcap: float
     unit: float
     precision: str
+    shape: tuple[int, ...]  # kept, since a tensor makes a new one each time it is asked
+    shape_v: tuple[int, ...]
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Operands:
@@ -162,7 +169,8 @@ class Operands:
         softcap, scale = options.softcap, options.scale
         assert scale is not None
         # A limit that no pair of positions passes is none.
-        most = min(q.shape[2] + k.shape[2], _LARGEST_BAND)
+        shape, shape_v = q.shape, v.shape
+        most = min(shape[2] + shape_v[2], _LARGEST_BAND)
         left = None if options.left is None or options.left >= most else options.left
         right = None if options.right is None or options.right >= most else options.right
         dropout = None
@@ -181,6 +189,8 @@ class Operands:
             softcap * unit,
             unit,
             dot_precision(q, options.precision),
+            shape,
+            shape_v,
         )
 
     @property
@@ -193,18 +203,18 @@ class Operands:
         return (sequences[0].contiguous(), sequences[1].contiguous()) if sequences else (None, None)
 
     @property
-    def count(self) -> int:
+    def sequence_count(self) -> int:
         """Sequences: packed ones, or the batch."""
-        return self.options.sequences[0].shape[0] - 1 if self.options.sequences else self.q.shape[0]
+        return self.options.sequences[0].shape[0] - 1 if self.options.sequences else self.shape[0]
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int, int]:
         """(query heads, query heads a key head, sequences, seqlen_q, seqlen_k, align, left, right)."""
-        heads = self.q.shape[1]
+        _, heads, seqlen_q, _ = self.shape
+        _, key_heads, seqlen_k, _ = self.shape_v
         align = int(self.options.bottom_right)
         return (
-            heads, heads // self.k.shape[1], self.count, self.q.shape[2], self.k.shape[2],
-            align, self.left or 0, self.right or 0,
+            heads, heads // key_heads, self.sequence_count, seqlen_q, seqlen_k, align, self.left or 0, self.right or 0,
         )  # fmt: skip
 
     @property
@@ -221,10 +231,9 @@ class Operands:
 
     def programs(self, side: Literal["q", "k"], block: int) -> int:
         """How many programs own ``block`` rows each (kernels_tiles.tile_of)."""
-        tensor = self.q if side == "q" else self.k
-        batch, heads, length, _ = tensor.shape
+        batch, heads, length, _ = self.shape if side == "q" else self.shape_v
         if self.options.sequences:
-            return heads * (length // block + self.count + 1)
+            return heads * (length // block + self.sequence_count + 1)
         return batch * heads * ceil_div(length, block)
 
     def section(self, side: Literal["q", "k"]) -> int:
@@ -234,11 +243,12 @@ class Operands:
         """
         if self.right is None or self.options.sequences or self.options.blocks:
             return 1
-        moving = (self.k, self.v) if side == "q" else (self.q, self.q)
-        bytes_a_head = moving[0].shape[2] * (moving[0].shape[3] + moving[1].shape[3]) * self.q.element_size()
-        shared = self.q.shape[1] // self.k.shape[1] if side == "q" else 1
+        batch, heads, seqlen_q, d_k = self.shape
+        _, key_heads, seqlen_k, d_v = self.shape_v
+        bytes_a_head = (seqlen_k * (d_k + d_v) if side == "q" else seqlen_q * 2 * d_k) * self.q.element_size()
+        shared = heads // key_heads if side == "q" else 1
         held = device_facts(self.q.device).cache // max(bytes_a_head, 1)
-        return max(1, min(held * shared, self.q.shape[0] * (self.q if side == "q" else self.k).shape[1]))
+        return max(1, min(held * shared, batch * (heads if side == "q" else key_heads)))
 
     def describable(self, *tensors: torch.Tensor) -> bool:
         """Whether tensor descriptors can stand for these, and it is worth the host's time to make them.
@@ -248,9 +258,9 @@ class Operands:
         """
         if TensorDescriptor is None or self.options.sequences or self.q.element_size() > 2:
             return False
-        if not copies_by_descriptors(device_facts(self.q.device)):
+        if min(self.shape[2], self.shape_v[2]) < WORTH_DESCRIBING:
             return False
-        if min(self.q.shape[2], self.k.shape[2]) < _WORTH_DESCRIBING:
+        if not copies_by_descriptors(device_facts(self.q.device)):
             return False
         return all(_describable(tensor) for tensor in tensors)
 
@@ -261,7 +271,7 @@ class Operands:
     def config(self, kernel: Pass, *moving: torch.Tensor) -> AttentionConfig:
         """``moving``: the tensors whose tiles move; none where the kernel has no use for descriptors."""
         described = bool(moving) and self.describable(*moving)
-        return resolve(self.problem(kernel, described), self.q.device, default_config)
+        return resolve(ATTENTION, self.problem(kernel, described), self.q.device)
 
     @property
     def natural(self) -> bool:
@@ -273,38 +283,50 @@ class Operands:
         return self.natural or self.q.dtype == torch.float32
 
     @property
-    def modified(self) -> bool:
-        """Whether more has to be done to a score, or to its weight, than to scale it."""
-        return self.terms is not _NO_TERMS or self.softcap != 0.0 or self.dropout is not None
+    def features(self) -> str:
+        """Names of what is done to scores (fusedops.attention.tuning.FEATURES)."""
+        asked = self.options
+        if (
+            self.terms is _NO_TERMS
+            and not (self.softcap or asked.blocks or asked.sequences)
+            and (self.dropout is None and asked.sinks is None)
+        ):
+            return ""
+        has_mask = asked.attn_mask is not None
+        present = (
+            self.softcap != 0.0,
+            self.dropout is not None,
+            has_mask and asked.float_mask,
+            has_mask and not asked.float_mask,
+            asked.alibi_slopes is not None,
+            asked.score_mod != "",
+            asked.mask_mod != "",
+            asked.sinks is not None,
+            bool(asked.blocks),
+            bool(asked.sequences),
+        )
+        return "+".join(name for name, here in zip(FEATURES, present, strict=True) if here)
 
     def problem(self, kernel: Pass, described: bool = False) -> AttentionProblem:
-        q, v = self.q, self.v
-        causal = self.right is not None
-        return AttentionProblem.of(
-            kernel,
-            q.shape[3],
-            v.shape[3],
-            q.shape[2],
-            v.shape[2],
-            q.element_size(),
-            causal,
-            self.modified,
-            described,
-        )
+        (batch, heads, rows, d_k), (_, key_heads, keys, d_v) = self.shape, self.shape_v
+        return AttentionProblem(
+            kernel, d_k, d_v, bucket(rows, MOST_LENGTH), bucket(keys, MOST_LENGTH), bucket(batch * heads, MOST_HEADS),
+            heads // key_heads, DTYPE_NAMES[self.q.dtype], self.precision if self.q.element_size() == 4 else "ieee",
+            self.right is not None, self.left is not None, self.features, described,
+        )  # fmt: skip
 
     def flags(self, kernel: Pass, config: AttentionConfig) -> dict[str, Any]:
         """Compile-time arguments and launch options."""
-        problem = self.problem(kernel)
-        terms = self.terms
+        terms, d_k, d_v = self.terms, self.shape[3], self.shape_v[3]
         flags = {
             "NATURAL": self.natural,
             "SOFTCAP": self.softcap != 0.0,
             "LEFT": self.left is not None,
             "RIGHT": self.right is not None,
-            "D_K": self.q.shape[3],
-            "D_V": self.v.shape[3],
-            "BLOCK_DK": problem.block_dk,
-            "BLOCK_DV": problem.block_dv,
+            "D_K": d_k,
+            "D_V": d_v,
+            "BLOCK_DK": head_block(d_k),
+            "BLOCK_DV": head_block(d_v),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PRECISION": self.precision,

@@ -238,7 +238,7 @@ def attention(
             a query) and Σ exp(s - maximum). The kernels keep them in a unit of their own.
     """
     compute = compute_dtype(q.dtype)
-    options = options.with_scale(q.shape[-1])
+    options = options.completed(q.shape[-1], options.seed, options.precision)
     with _no_autocast(q):
         packing = _Packing.of(q, k, options, longest)
         queries, keys, values = q.to(compute), k.to(compute), v.to(compute)

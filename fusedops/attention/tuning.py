@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
 
+from fusedops.autotune.buckets import bucket
+from fusedops.autotune.operator import MOST_STAGES, Config, Operator, Unit, Work
 from fusedops.runtime.device import DeviceFacts
-from fusedops.runtime.launch import next_power_of_2
+from fusedops.runtime.launch import ITEMSIZES, ceil_div, next_power_of_2
 
 Pass = Literal["forward", "backward_kv", "backward_q", "backward_mask"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -18,34 +22,50 @@ _LARGEST = 128
 BLOCK = 128
 
 
-def _block(size: int) -> int:
+def head_block(size: int) -> int:
+    """A head's size as kernels hold it: a power of two, at least 16."""
     return max(_SMALLEST, next_power_of_2(size))
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionProblem:
+# Buckets of lengths and of heads end here.
+MOST_LENGTH = 1 << 15
+MOST_HEADS = 1024
+
+# What a kernel does to scores beside scaling and the bounds of causal and window, as problems name it.
+FEATURES = ("softcap", "dropout", "mask", "bool_mask", "alibi", "score_mod", "mask_mod", "sinks", "blocks", "packed")
+_MODIFY = frozenset(FEATURES[:7])
+
+
+class AttentionProblem(NamedTuple):
     """What an attention kernel's configuration depends on. Make it with :meth:`of`.
 
     Attributes:
         kernel: which of the four kernels.
-        block_dk, block_dv: head sizes of keys and values as the kernels hold them: powers of two, at least 16.
-        rows, keys: lengths of queries and keys as powers of two from 16 to 128, which stands for all longer ones:
-            lengths are run-time values, but a tile need not be larger than what there is.
-        itemsize: bytes of an element of q, k and v.
+        d_k, d_v: head sizes of keys and values.
+        seqlen_q, seqlen_k: lengths, as buckets up to 32,768. Of packed sequences: of all of them together.
+        heads: query heads of the whole batch, as a bucket up to 1,024.
+        queries: query heads that share a key head.
+        dtype: of q, k and v.
+        precision: of float32 products, ``ieee`` or one of TF32's; ``ieee`` for others.
         causal: keys beyond the diagonal are left out.
-        modified: more has to be done to a score, or to its weight, than to scale it.
+        window: keys too far before it are.
+        features: what else is done, names of :data:`FEATURES` in that order, joined by ``+``.
         described: tensor descriptors can stand for the tensors whose tiles move.
     """
 
     kernel: Pass
-    block_dk: int
-    block_dv: int
-    rows: int
-    keys: int
-    itemsize: int
+    d_k: int
+    d_v: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    queries: int
+    dtype: str
+    precision: str
     causal: bool
-    modified: bool
-    described: bool = False
+    window: bool
+    features: str
+    described: bool
 
     @classmethod
     def of(
@@ -55,17 +75,52 @@ class AttentionProblem:
         d_v: int,
         seqlen_q: int,
         seqlen_k: int,
-        itemsize: int,
-        causal: bool,
-        modified: bool,
+        *,
+        heads: int = 32,
+        queries: int = 1,
+        dtype: str = "bfloat16",
+        precision: str = "ieee",
+        causal: bool = False,
+        window: bool = False,
+        features: str = "",
         described: bool = False,
     ) -> AttentionProblem:
-        rows, keys = min(_block(seqlen_q), _LARGEST), min(_block(seqlen_k), _LARGEST)
-        return cls(kernel, _block(d_k), _block(d_v), rows, keys, itemsize, causal, modified, described)
+        return cls(
+            kernel, d_k, d_v, bucket(seqlen_q, MOST_LENGTH), bucket(seqlen_k, MOST_LENGTH), bucket(heads, MOST_HEADS),
+            queries, dtype, precision, causal, window, features, described,
+        )  # fmt: skip
+
+    @property
+    def block_dk(self) -> int:
+        """The head size of keys as kernels hold it: a power of two, at least 16."""
+        return head_block(self.d_k)
+
+    @property
+    def block_dv(self) -> int:
+        return head_block(self.d_v)
+
+    @property
+    def rows(self) -> int:
+        """Queries, as a power of two from 16 to 128, which stands for all more: what a tile need not exceed."""
+        return min(head_block(self.seqlen_q), _LARGEST)
+
+    @property
+    def keys(self) -> int:
+        return min(head_block(self.seqlen_k), _LARGEST)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def modified(self) -> bool:
+        """Whether more has to be done to a score, or to its weight, than to scale it."""
+        return self.features != "" and not _MODIFY.isdisjoint(self.features.split("+"))
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionConfig:
+class AttentionConfig(Config):
     """Attributes:
     block_m: queries a tile.
     block_n: keys a tile.
@@ -141,6 +196,10 @@ def copies_by_descriptors(facts: DeviceFacts) -> bool:
 
 def prune(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts) -> str | None:
     """Why the configuration cannot or should not serve the problem on this device; None: it can."""
+    if min(config.block_m, config.block_n) < 16:
+        return "a side of the tile is shorter than a matrix instruction's"
+    if config.num_warps < 1 or not 1 <= config.num_stages <= MOST_STAGES:
+        return f"no warp, or not 1 to {MOST_STAGES} stages"
     if config.block_m > problem.rows or config.block_n > problem.keys:
         return "the tile is larger than the problem"
     if problem.kernel == "backward_mask" and config.num_stages > 1:
@@ -155,7 +214,8 @@ def prune(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts
         return "neither persistent nor specialised programs are made for this kernel or device"
     if config.shared_memory(problem, facts) > facts.shared_memory:
         return f"more than {facts.shared_memory} bytes of shared memory"
-    if config.registers(problem, facts.warp_size) > (400 if facts.vendor == "amd" else 200):
+    most = {"nvidia": 200, "amd": 400, "interpreter": math.inf}[facts.vendor]
+    if config.registers(problem, facts.warp_size) > most:
         return "sums and scores do not fit in registers"
     return None
 
@@ -324,3 +384,168 @@ def _smaller(config: AttentionConfig) -> AttentionConfig:
     if config.block_m > 16 and config.block_m >= config.block_n:
         return replace(config, block_m=config.block_m // 2)
     return replace(config, block_n=max(16, config.block_n // 2))
+
+
+# What a problem does not tell, as the tuner's trials have it: how many keys before its own place a query sees within a
+# window, and how many packed sequences, or documents of a block mask, there are: 1, 2 or 4, of 128 or more.
+def window_of(seqlen_k: int) -> int:
+    return max(1, min(1024, seqlen_k // 4))
+
+
+def sequences_of(seqlen_q: int, seqlen_k: int) -> int:
+    most = min(seqlen_q, seqlen_k) // BLOCK
+    return 4 if most >= 4 else 2 if most >= 2 else 1
+
+
+def _visited(config: AttentionConfig, problem: AttentionProblem) -> float:
+    """Scores that all tiles together have, of one head: those that are seen, and what a tile at an edge has beside."""
+    rows, keys, count = problem.seqlen_q, problem.seqlen_k, 1
+    features = problem.features.split("+")
+    if "packed" in features or "blocks" in features:
+        count = sequences_of(rows, keys)
+        rows, keys = ceil_div(rows, count), ceil_div(keys, count)
+    # The diagonal ends at the last query and key where there are more keys, else it begins at the first ones.
+    area, edges, least = float(rows * keys), 0, min(rows, keys)
+    if problem.causal:
+        area, edges = area - least * (least - 1) / 2, 1
+    if problem.window:
+        window, edges = window_of(keys), edges + 1
+        hidden = max(0, keys - 1 - window)  # from the last query
+        area = min(area, rows * (window + 1.0)) if problem.causal else area - min(hidden, rows) * hidden / 2
+    padded_rows = ceil_div(rows, config.block_m) * config.block_m
+    padded_keys = ceil_div(keys, config.block_n) * config.block_n
+    area *= padded_rows * padded_keys / (rows * keys)
+    # A line through tiles cuts least / block_m + least / block_n of them in two.
+    area += edges * least * (config.block_m + config.block_n) / 2
+    return count * min(area, float(padded_rows * padded_keys))
+
+
+def _operands(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts) -> float:
+    """Bytes that the products of one tile of scores read from shared memory.
+
+    A warp, or on Hopper and Blackwell a group of four, reads all columns' operand for each of its rows; the rows' own
+    is read again for each warp along the columns, unless it stays in registers.
+    """
+    m, n, d_k, d_v = config.block_m, config.block_n, problem.block_dk, problem.block_dv
+    grouped = 90 <= facts.capability < 120 and config.num_warps >= 4
+
+    def read(rows: int, columns: int, depth: int, held: bool) -> float:
+        if grouped and rows >= 64:
+            across, along = rows // (64 if facts.capability < 100 else min(rows, 128)), 1
+        else:
+            across = min(config.num_warps, rows // _SMALLEST)
+            along = max(1, config.num_warps // across)
+        return depth * problem.itemsize * (across * columns + (0 if held else along * rows))
+
+    scores = [(m, n, d_k), (m, n, d_v)]
+    if problem.kernel == "forward":
+        return read(*scores[0], not grouped) + read(m, d_v, n, True)
+    if problem.kernel == "backward_kv":
+        return sum(read(*s, False) for s in scores) + read(n, d_v, m, True) + read(n, d_k, m, True)
+    if problem.kernel == "backward_q":
+        return sum(read(*s, not grouped) for s in scores) + read(m, d_k, n, True)
+    return sum(read(*s, False) for s in scores)
+
+
+_UNITS: dict[str, Unit] = {"ieee": "float32", "tf32": "tf32", "tf32x3": "tf32"}
+# Operations of a score: the softmax's and its gradient's, each further term, and dropout's ten rounds of Philox; and
+# those of a row's maximum and sum over a tile, which four threads share.
+_SCORE_OPERATIONS = {"forward": 6.0, "backward_kv": 8.0, "backward_q": 7.0, "backward_mask": 7.0}
+_TERM_OPERATIONS, _DROPOUT_OPERATIONS, _ROW_OPERATIONS = 4.0, 30.0, 48.0
+
+
+def work(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts) -> Work:
+    """What attention costs. Tiles that the causal rule or the window hides are not visited; keys and values (queries
+    and their gradients) that the programs of a head read again come from the cache. A mask's gradient has all heads."""
+    d_k, d_v, itemsize = problem.block_dk, problem.block_dv, problem.itemsize
+    both = (problem.d_k + problem.d_v) * itemsize
+    heads, rows, keys = problem.heads, problem.seqlen_q, problem.seqlen_k
+    key_heads = ceil_div(heads, problem.queries)
+    scores = heads * _visited(config, problem)
+    features = problem.features.split("+") if problem.features else []
+    row_tiles, key_tiles = heads * ceil_div(rows, config.block_m), key_heads * ceil_div(keys, config.block_n)
+    products = {
+        "forward": d_k + d_v,
+        "backward_kv": 2 * (d_k + d_v),
+        "backward_q": 2 * d_k + d_v,
+        "backward_mask": d_k + d_v,
+    }[problem.kernel]
+    queries, statistics = heads * rows * both, 12.0 * heads * rows
+    keys_once = key_heads * keys * both
+    tile = config.block_n * both
+    if problem.kernel == "forward":
+        programs, memory = row_tiles, 2.0 * queries + keys_once
+        cached = memory - keys_once + scores / config.block_m * both
+        if config.persistent:
+            programs = min(programs, facts.multiprocessor_count)
+    elif problem.kernel == "backward_kv":
+        programs, memory, tile = key_tiles, queries + 2.0 * keys_once, config.block_m * both
+        cached = memory - queries + scores / config.block_n * both
+    elif problem.kernel == "backward_q":
+        programs, memory = row_tiles, 2.0 * queries + keys_once
+        cached = memory - keys_once + scores / config.block_m * both
+    else:
+        programs = heads * ceil_div(rows, config.block_m) * ceil_div(keys, config.block_n)
+        memory = queries + keys_once + heads * rows * keys * float(itemsize)
+        cached = memory + scores * both * (1 / config.block_m + 1 / config.block_n)
+        tile += config.block_m * both
+    if "mask" in features or "bool_mask" in features:
+        width = itemsize if "mask" in features else 1
+        memory += rows * keys * width
+        cached += scores * width
+    unit = _UNITS[problem.precision] if itemsize == 4 else "half"
+    operations = _SCORE_OPERATIONS[problem.kernel] + _TERM_OPERATIONS * len(features)
+    special = 1.0 + 2 * ("softcap" in features)
+    if problem.kernel == "forward":  # what a tile of keys changes in a row: its sums, and their weight
+        operations += (d_v + _ROW_OPERATIONS) / config.block_n
+        special += 1 / config.block_n
+    tiles = scores / (config.block_m * config.block_n)
+    passes = 3.0 if problem.precision == "tf32x3" and itemsize == 4 else 1.0
+    if 90 <= facts.capability < 120 and (config.num_warps < 4 or config.block_m < 64):
+        passes *= 2  # too small for a warp group's instruction: the older one has half of its rate
+    return Work(
+        programs=programs,
+        num_warps=config.num_warps,
+        product=2.0 * scores * products * passes,
+        unit=unit,
+        scalar=scores * (operations + _DROPOUT_OPERATIONS * ("dropout" in features)),
+        special=scores * special,
+        memory=memory + statistics,
+        cached=cached + statistics,
+        shared_memory=config.shared_memory(problem, facts),
+        # With one stage a tile is waited for as soon as it is asked for: half of the time nothing is on its way.
+        in_flight=tile * max(config.num_stages - 1, 0.5),
+        registers=config.registers(problem, facts.warp_size),
+        operands=tiles * _operands(config, problem, facts),
+        waits=tiles / programs if config.num_stages == 1 else 0.0,
+    )
+
+
+@lru_cache(maxsize=256)
+def serves_queries(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts) -> bool:
+    """Whether a configuration of backward_kv can serve ``problem``, backward_q's, in one launch with its own.
+
+    A configuration that was searched for keys alone may need more than there is for queries.
+    """
+    return ATTENTION.unfit(replace(config, descriptors=False), problem, facts) is None
+
+
+ATTENTION = Operator(
+    name="attention",
+    problem=AttentionProblem,
+    config=AttentionConfig,
+    default=default_config,
+    space=lambda problem: SPACE,
+    prune=prune,
+    work=work,
+    trials="fusedops.attention.trials",
+    sources=(
+        "fusedops.attention.kernels_forward",
+        "fusedops.attention.kernels_backward",
+        "fusedops.attention.kernels_backward_kv",
+        "fusedops.attention.kernels_backward_q",
+        "fusedops.attention.kernels_backward_mask",
+        "fusedops.attention.kernels_backward_joint",
+    ),
+    bucketed=lambda problem: ("seqlen_q", "seqlen_k", "heads"),
+)

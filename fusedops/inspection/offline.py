@@ -8,7 +8,8 @@ path, with a driver that answers the one question asked: which GPU is it.
 from __future__ import annotations
 
 import contextlib
-import io
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class Compiled:
 
     Attributes:
         name: the kernel's.
-        target: a key of :data:`fusedops.runtime.device.TARGETS`.
+        target: the architecture: ``sm_90``, ``gfx942``, …
         registers: a thread (AMD: vector registers a lane).
         spill_bytes: bytes a thread that do not fit into registers.
         shared: bytes of shared memory (LDS) a program.
@@ -69,22 +70,30 @@ class Compiled:
     asm: Mapping[str, Any] = field(repr=False, compare=False)
 
 
-def target_facts(target: str) -> DeviceFacts:
-    """Facts of a target by name; ValueError naming the known ones for another name."""
+def target_facts(target: str | DeviceFacts) -> DeviceFacts:
+    """Facts of a target by name, or as they are; ValueError naming the known ones for another name."""
+    if isinstance(target, DeviceFacts):
+        return target
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
     return TARGETS[target]
 
 
+# What each thread captures, the innermost context last. Other threads launch as ever.
+_captures: dict[int, list[list[Launch]]] = {}
+_lock = threading.Lock()
+_run: Any = None
+
+
 @contextlib.contextmanager
-def capture_launches(target: str) -> Iterator[list[Launch]]:
-    """Within the context no kernel runs: each launch is appended to the list that is returned.
+def capture_launches(target: str | DeviceFacts) -> Iterator[list[Launch]]:
+    """Within the context this thread runs no kernel: each launch is appended to the list that is returned.
 
     Launchers choose their configurations as if the tensors lay on ``target``. What they return is uninitialised. The
     public functions launch too, on CPU tensors, under ``fusedops.backend("triton")``.
 
     Args:
-        target: a key of :data:`fusedops.runtime.device.TARGETS`.
+        target: a key of :data:`fusedops.runtime.device.TARGETS`, or the facts of any device.
 
     Raises:
         ValueError: ``target`` is unknown.
@@ -98,28 +107,45 @@ def capture_launches(target: str) -> Iterator[list[Launch]]:
         >>> compile_launch(launches[0], "sm_90").spill_bytes
         0
     """
+    global _run
     facts = target_facts(target)
     _check_triton()
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
-
-    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        if callable(grid):
-            grid = grid({**dict(zip(self.arg_names, args, strict=False)), **kwargs})
-        launches.append(Launch(self, args, kwargs, tuple(grid)))
-
-    run = JITFunction.run
-    JITFunction.run = record
+    thread = threading.get_ident()
+    with _lock:
+        if not _captures:
+            _run, JITFunction.run = JITFunction.run, _record
+        _captures.setdefault(thread, []).append(launches)
     try:
         with pretend(facts):
             yield launches
     finally:
-        JITFunction.run = run
+        with _lock:
+            _captures[thread].pop()
+            if not _captures[thread]:
+                del _captures[thread]
+            if not _captures:
+                JITFunction.run = _run
 
 
-def compile_launch(launch: Launch, target: str) -> Compiled:
+def _record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+    """Stands for ``JITFunction.run`` while any thread captures."""
+    thread = threading.get_ident()
+    mine = _captures.get(thread)
+    if mine is None or thread in _compiling:  # a thread that captures may compile a launch at once
+        return _run(self, *args, grid=grid, warmup=warmup, **kwargs)
+    if callable(grid):
+        grid = grid({**dict(zip(self.arg_names, args, strict=False)), **kwargs})
+    mine[-1].append(Launch(self, args, kwargs, tuple(grid)))
+    return None
+
+
+def compile_launch(launch: Launch, target: str | DeviceFacts) -> Compiled:
     """Compile a captured launch for a target, specialised on its arguments as a real launch would be.
+
+    Several threads may compile at once, and others launch kernels meanwhile.
 
     Raises:
         ValueError: ``target`` is unknown.
@@ -129,18 +155,17 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     facts = target_facts(target)
     _check_triton()
     start = time.perf_counter()
-    printed = io.StringIO()  # a failing ptxas makes Triton print the whole PTX
-    with _offline_driver(target, facts), contextlib.redirect_stdout(printed):
+    with _offline_driver(facts):
         try:
             kernel = launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.kwargs)
         except Exception as error:
-            raise CompilationError(f"{launch.name} for {target}: {_shortened(error)}") from error
+            raise CompilationError(f"{launch.name} for {facts.arch}: {_shortened(error)}") from error
     seconds = time.perf_counter() - start
     resources = _resources(kernel.asm, facts)
     metadata = kernel.metadata
     return Compiled(
         name=launch.name,
-        target=target,
+        target=facts.arch,
         registers=resources.registers,
         spill_bytes=resources.spill_bytes,
         shared=int(metadata.shared),
@@ -153,7 +178,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     )
 
 
-def compile_launches(target: str, call: Callable[[], object]) -> list[Compiled]:
+def compile_launches(target: str | DeviceFacts, call: Callable[[], object]) -> list[Compiled]:
     """Compile every launch that ``call()`` makes; arguments and errors as of the two functions above."""
     with capture_launches(target) as launches:
         call()
@@ -197,11 +222,11 @@ def _check_triton() -> None:
 class _OfflineDriver:
     """As much of a Triton driver as compiling asks for."""
 
-    def __init__(self, target: str, facts: DeviceFacts) -> None:
+    def __init__(self, facts: DeviceFacts) -> None:
         from triton.backends.compiler import GPUTarget
 
         # Kernels keep what they compiled by device: a name of its own a target keeps them apart.
-        self._device = f"offline {target}"
+        self._device = f"offline {facts.arch}"
         if facts.vendor == "amd":
             self._target = GPUTarget("hip", facts.arch, facts.warp_size)
         else:
@@ -217,18 +242,90 @@ class _OfflineDriver:
         return 0
 
 
-@contextlib.contextmanager
-def _offline_driver(target: str, facts: DeviceFacts) -> Iterator[None]:
-    from triton.runtime.driver import driver
+# The offline driver of each thread that compiles. While there is one, Triton's own driver and standard output are
+# stood in for: a compiling thread meets its offline driver and prints nowhere, the others meet what was there before.
+_compiling: dict[int, _OfflineDriver] = {}
+_stand_ins: tuple[_Driver, _Output] | None = None
 
-    # The public getter would start the real driver, or fail where there is none.
-    name = "_active" if hasattr(driver, "_active") else "active"
-    before = getattr(driver, name)
-    driver.set_active(_OfflineDriver(target, facts))
+
+class _Driver:
+    """Triton's active driver while threads compile."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __getattr__(self, name: str) -> Any:
+        offline = _compiling.get(threading.get_ident())
+        if offline is not None:
+            return getattr(offline, name)
+        if self._before is None:  # nothing has asked for the real driver so far
+            from triton.runtime.driver import driver
+
+            self._before = driver.default
+        return getattr(self._before, name)
+
+
+class _Output:
+    """Standard output while threads compile: a failing ptxas makes Triton print the whole PTX."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() in _compiling else self._before.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._before, name)
+
+
+@contextlib.contextmanager
+def _offline_driver(facts: DeviceFacts) -> Iterator[None]:
+    thread, mine = threading.get_ident(), _OfflineDriver(facts)
+    with _lock:
+        outer = _compiling.get(thread)
+        if not _compiling:
+            _stand_in()
+        _compiling[thread] = mine
     try:
         yield
     finally:
-        setattr(driver, name, before)
+        with _lock:
+            if outer is None:
+                del _compiling[thread]
+            else:
+                _compiling[thread] = outer
+            if not _compiling:
+                _stand_down()
+
+
+def _active() -> tuple[Any, str]:
+    """Triton's driver configuration and the name of its active driver.
+
+    The public getter would start the real driver, or fail where there is none.
+    """
+    from triton.runtime.driver import driver
+
+    return driver, "_active" if hasattr(driver, "_active") else "active"
+
+
+def _stand_in() -> None:
+    global _stand_ins
+    driver, name = _active()
+    _stand_ins = _Driver(getattr(driver, name)), _Output(sys.stdout)
+    driver.set_active(_stand_ins[0])
+    sys.stdout = _stand_ins[1]
+
+
+def _stand_down() -> None:
+    global _stand_ins
+    assert _stand_ins is not None
+    driver, name = _active()
+    # Unless somebody else has set another one meanwhile.
+    if getattr(driver, name) is _stand_ins[0]:
+        setattr(driver, name, _stand_ins[0]._before)
+    if sys.stdout is _stand_ins[1]:
+        sys.stdout = _stand_ins[1]._before
+    _stand_ins = None
 
 
 def _shortened(error: Exception, lines: int = 20) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.autograd.graph import increment_version
 from fusedops.linear import reference
 from fusedops.linear.reference import saves
 from fusedops.runtime.backend import can_launch
-from fusedops.runtime.library import below_autograd, first_order_only, register
+from fusedops.runtime.library import first_order_only, register
 
 
 class Linear(torch.autograd.Function):
@@ -35,15 +36,15 @@ class Linear(torch.autograd.Function):
         save: bool,
         recompute: bool,
         precision: str,
+        compute: Callable[..., Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs = list(ctx.needs_input_grad[:3])
         own = any(needs) and saves(activation, residual, seed, input.dtype, out_dtype)
         again = own and recompute
-        with below_autograd():
-            output, saved = linear_op(
-                input, weight, bias, residual, seed, None, activation, dropout_p, out_dtype,
-                own and not again, again, precision,
-            )  # fmt: skip
+        output, saved = compute(
+            input, weight, bias, residual, seed, None, activation, dropout_p, out_dtype,
+            own and not again, again, precision,
+        )  # fmt: skip
         derivative_of = None
         if activation is not None and any(needs) and not again:
             derivative_of = saved if own else output
@@ -68,7 +69,7 @@ class Linear(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_output: torch.Tensor | None, _: Any) -> Any:
         if grad_output is None:
-            return (None,) * 12
+            return (None,) * 13
         input, weight, bias, saved, seed = ctx.saved_tensors
         activation, dropout_p, needs, *_, precision = ctx.arguments
         dx = dw = db = None
@@ -89,7 +90,7 @@ class Linear(torch.autograd.Function):
             else:
                 dx, dw, db = linear_backward_op(*arguments)
         dr = grad_output.to(ctx.residual_dtype) if ctx.needs_input_grad[3] else None
-        return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None, dr, *(None,) * 8
+        return dx if needs[0] else None, dw if needs[1] else None, db if needs[2] else None, dr, *(None,) * 9
 
 
 class AddToMainGrad(torch.autograd.Function):

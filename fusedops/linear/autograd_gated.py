@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fusedops.linear import reference_gated as reference
 from fusedops.runtime.backend import can_launch
-from fusedops.runtime.library import below_autograd, first_order_only, register
+from fusedops.runtime.library import first_order_only, register
 
 MaybeTensor = torch.Tensor | None
 
@@ -32,10 +33,10 @@ class GatedLinear(torch.autograd.Function):
         recompute: bool,
         save: bool,
         precision: str,
+        compute: Callable[..., Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (input, weight_gate, weight_up, bias_gate, bias_up)
-        with below_autograd():
-            output, saved = gated_linear_op(*tensors, activation, out_dtype, recompute, True, precision)
+        output, saved = compute(*tensors, activation, out_dtype, recompute, True, precision)
         needs = list(ctx.needs_input_grad[:5])
         if recompute:
             ctx.save_for_backward(*tensors, None)
@@ -57,9 +58,9 @@ class GatedLinear(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_output: MaybeTensor, _: Any) -> Any:
         if grad_output is None:
-            return (None,) * 10
+            return (None,) * 11
         grads = gated_linear_backward_op(grad_output, *ctx.saved_tensors, *ctx.arguments)
-        return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), *(None,) * 5
+        return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), *(None,) * 6
 
 
 def _gated_linear(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from fusedops.linear import reference_grouped as reference
 from fusedops.linear.reference import keeps_output
 from fusedops.runtime.backend import can_launch
-from fusedops.runtime.library import below_autograd, first_order_only, register
+from fusedops.runtime.library import first_order_only, register
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -28,9 +29,9 @@ class GroupedLinear(torch.autograd.Function):
         activation: str | None,
         save: bool,
         precision: str,
+        compute: Callable[..., Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with below_autograd():
-            output, saved = grouped_linear_op(input, weights, offsets, bias, activation, True, precision)
+        output, saved = compute(input, weights, offsets, bias, activation, True, precision)
         needs_dx, needs_dw, _, needs_db = ctx.needs_input_grad[:4]
         derivative_of = None
         if activation is not None:
@@ -47,10 +48,10 @@ class GroupedLinear(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad_output: torch.Tensor | None, _: Any) -> Any:
         if grad_output is None:
-            return (None,) * 7
+            return (None,) * 8
         dx, dw, db = grouped_linear_backward_op(grad_output, *ctx.saved_tensors, *ctx.arguments)
         needs_dx, needs_dw, _, needs_db = ctx.needs_input_grad[:4]
-        return dx if needs_dx else None, dw if needs_dw else None, None, db if needs_db else None, None, None, None
+        return dx if needs_dx else None, dw if needs_dw else None, None, db if needs_db else None, *(None,) * 4
 
 
 def _grouped_linear(

@@ -301,7 +301,7 @@ def grad_weight_product(
         config: what to launch; None: ask for it.
     """
     (M, N), K = dy.shape, x.shape[1]
-    config = config or _weight_config(dy, s, x, dw, activation, precision)
+    config = config or _weight_config(dy, s, x, dw, activation, precision, db is not None, accumulate)
     if config.kernel == "torch":
         with torch.no_grad(), no_autocast(dy):  # autograd refuses ``out``
             if accumulate:
@@ -335,7 +335,7 @@ def grad_weight_product(
 def _input_config(pairs: list[Pair], dx: torch.Tensor, activation: str | None, precision: str) -> LinearConfig:
     operands = [matrix for pair in pairs for matrix in pair]
     (M, K), N = dx.shape, pairs[0][0].shape[1] * len(pairs)
-    return config_for("grad_input", (M, K, N), tuple(operands), activation, precision, dx.dtype)
+    return config_for("grad_input", (M, K, N), tuple(operands), activation, precision, dx.dtype, pairs=len(pairs))
 
 
 def _weight_config(
@@ -345,9 +345,13 @@ def _weight_config(
     dw: torch.Tensor,
     activation: str | None,
     precision: str,
+    bias: bool,
+    accumulate: bool,
 ) -> LinearConfig:
     (N, K), M = dw.shape, dy.shape[0]
-    return config_for("grad_weight", (N, K, M), (dy, s, x), activation, precision, dw.dtype)
+    return config_for(
+        "grad_weight", (N, K, M), (dy, s, x), activation, precision, dw.dtype, bias=bias, accumulate=accumulate
+    )
 
 
 def linear_backward(
@@ -397,7 +401,7 @@ def linear_backward(
             input_config = config_for("grad_input", (M, K, N), (dy, s, w), activation, precision, input_dtype)
             make_dz = not input_config.prologue
         if x is not None and not make_dz:
-            weight_config = _weight_config(dy, s, x, into_dw, activation, precision)
+            weight_config = _weight_config(dy, s, x, into_dw, activation, precision, need_db, main_grad is not None)
             make_dz = not weight_config.prologue
         make_db = need_db and x is None
         if make_db and w is not None and activation is not None:

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
-from fusedops.linear.tuning import LinearConfig, LinearProblem, Product, default_config
-from fusedops.runtime.launch import ceil_div
+from fusedops.linear.tuning import LINEAR, LinearConfig, LinearProblem, Product
+from fusedops.runtime.launch import DTYPE_NAMES, ceil_div
 from fusedops.runtime.precision import float32_precision
 
 
@@ -123,9 +123,9 @@ def aligned(matrix: torch.Tensor) -> bool:
     Of several matrices, (..., rows, cols), each.
     """
     *apart, row_stride, col_stride = matrix.stride()
-    if matrix.data_ptr() % 16 or any(stride % 16 for stride in apart):
+    if matrix.data_ptr() % 16 or (apart and any(stride % 16 for stride in apart)):
         return False
-    rows, cols = matrix.shape[-2:]
+    *_, rows, cols = matrix.shape
     return (col_stride == 1 and not (row_stride % 16 or cols % 16)) or (
         row_stride == 1 and not (col_stride % 16 or rows % 16)
     )
@@ -143,10 +143,7 @@ def config_for(
     activation: str | None,
     precision: str,
     result_dtype: torch.dtype,
-    *,
-    keeps: bool = False,
-    extras: bool = False,
-    descriptors: bool = False,
+    **more: bool | int,
 ) -> LinearConfig:
     """The configuration of a product whose result is (rows, cols), summed over depth.
 
@@ -155,25 +152,24 @@ def config_for(
         sizes: (rows, cols, depth).
         operands: the matrices that are read; the first decides the dtype and the device.
         result_dtype: of the result.
-        keeps: the forward writes the pre-activation down.
-        extras: the forward ends with dropout or a residual.
-        descriptors: tensor descriptors can stand for the operands and the results, and the device has them.
+        more: what else the problem has that is not as usual, by the names of :class:`LinearProblem`.
     """
-    first = operands[0]
+    first, last = operands[0], operands[-1]
     assert first is not None
+    assert last is not None
     problem = LinearProblem.of(
         product,
         *sizes,
-        itemsize=first.element_size(),
+        dtype=DTYPE_NAMES[first.dtype],
+        out_dtype=DTYPE_NAMES[result_dtype],
+        layout=("r" if first.stride(1) == 1 else "c") + ("r" if last.stride(1) == 1 else "c"),
         activation=activation,
         precision=precision,
         aligned=all(matrix is None or aligned(matrix) for matrix in operands),
         torch_serves=torch_multiplies(first, result_dtype, precision),
-        keeps=keeps,
-        extras=extras,
-        descriptors=descriptors,
+        **more,  # type: ignore[arg-type]
     )
-    return resolve(problem, first.device, default_config)
+    return resolve(LINEAR, problem, first.device)
 
 
 def tiles(config: LinearConfig, rows: int, cols: int) -> tuple[int]:
@@ -185,4 +181,4 @@ def partial_sums(config: LinearConfig, rows: int, cols: int, like: torch.Tensor)
     """Where the splits of a product leave their sums: (splits, rows, cols) float32; None where it has but one."""
     if config.splits == 1:
         return None
-    return torch.empty((config.splits, rows, cols), dtype=torch.float32, device=like.device)
+    return like.new_empty((config.splits, rows, cols), dtype=torch.float32)

@@ -18,7 +18,7 @@ from fusedops.linear.reference import keeps_output, no_autocast, saves
 from fusedops.linear.tuning import LinearConfig
 from fusedops.runtime.device import device_facts, device_guard
 from fusedops.runtime.dropout import threshold_and_scale
-from fusedops.runtime.launch import options
+from fusedops.runtime.launch import as_dtype, as_matrix, options
 from fusedops.runtime.precision import dot_precision
 
 
@@ -106,17 +106,17 @@ def linear_forward(
     saved = input.new_empty((*lead, N) if save else (0,))
     if M == 0 or N == 0:
         return output, saved
-    x = input.reshape(M, K)
-    w = weight.to(input.dtype)
+    x = as_matrix(input, M, K)
+    w = as_dtype(weight, input.dtype)
     b = None if bias is None else bias.contiguous()
-    r = None if residual is None or again else residual.reshape(M, N)
-    y = None if again else output.view(M, N)
-    z = saved.view(M, N) if save else None
+    r = None if residual is None or again else as_matrix(residual, M, N)
+    y = None if again else as_matrix(output, M, N)
+    z = as_matrix(saved, M, N) if save else None
     config = config_for(
         "forward", (M, N, K), (x, w), activation, precision, out_dtype,
         # The same for what keeps, what will recompute and what recomputes: the same products, to the bit.
-        keeps=own and (save or recompute), extras=residual is not None or seed is not None,
-        descriptors=persistent_reason(x, w, out_dtype) is None,
+        keeps=own and (save or recompute), residual=residual is not None, dropout=seed is not None,
+        bias=b is not None, descriptors=persistent_reason(x, w, out_dtype) is None,
     )  # fmt: skip
     if again:
         seed = None

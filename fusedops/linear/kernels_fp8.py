@@ -11,9 +11,9 @@ import triton.language as tl
 from fusedops.autotune.resolve import resolve
 from fusedops.linear.kernels_activations import device_functions
 from fusedops.linear.kernels_common import tile_of
-from fusedops.linear.tuning_quantized import Fp8Problem, default_fp8_config, sums_in_float32
+from fusedops.linear.tuning_quantized import FP8_LINEAR, Fp8Problem, RowScales, sums_in_float32
 from fusedops.runtime.device import device_facts, device_guard
-from fusedops.runtime.launch import ceil_div, options
+from fusedops.runtime.launch import DTYPE_NAMES, ceil_div, options
 
 
 @triton.jit
@@ -93,6 +93,14 @@ def readable_in_vectors(matrix: torch.Tensor) -> bool:
     return not (matrix.data_ptr() % 16 or matrix.stride(0) % 16 or matrix.shape[1] % 16)
 
 
+_ROW_SCALES: dict[tuple[bool, bool], RowScales] = {
+    (False, False): "no",
+    (True, False): "input",
+    (False, True): "weight",
+    (True, True): "both",
+}
+
+
 def fp8_linear(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -114,10 +122,12 @@ def fp8_linear(
     facts = device_facts(x.device)
     problem = Fp8Problem.of(
         M, N, K,
-        aligned=readable_in_vectors(x) and readable_in_vectors(w),
+        dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[w.dtype], out_dtype=DTYPE_NAMES[out_dtype],
+        row_scales=_ROW_SCALES[scale_input.numel() > 1, scale_weight.numel() > 1], activation=activation,
+        bias=b is not None, aligned=readable_in_vectors(x) and readable_in_vectors(w),
         exact=out_dtype == torch.float32 and not sums_in_float32(facts),
     )  # fmt: skip
-    config = resolve(problem, x.device, default_fp8_config)
+    config = resolve(FP8_LINEAR, problem, x.device)
     grid = (ceil_div(M, config.rows) * ceil_div(N, config.cols),)
     with device_guard(x):
         fp8_linear_kernel[grid](

@@ -13,9 +13,9 @@ from fusedops.linear.kernels_activations import device_functions
 from fusedops.linear.kernels_common import aligned, multiply, tile_of, torch_multiplies
 from fusedops.linear.kernels_epilogue import halves
 from fusedops.linear.reference import no_autocast
-from fusedops.linear.tuning_gated import GatedProblem, default_config
+from fusedops.linear.tuning_gated import GATED_LINEAR, GatedProblem
 from fusedops.runtime.device import device_facts, device_guard
-from fusedops.runtime.launch import ceil_div, next_power_of_2, options
+from fusedops.runtime.launch import DTYPE_NAMES, as_dtype, as_matrix, ceil_div, next_power_of_2, options
 from fusedops.runtime.precision import dot_precision
 
 
@@ -145,7 +145,7 @@ def gated_linear(
     save = save and not recompute
     saved = input.new_empty((*lead, 2 * N) if save else (0,))
     if M > 0 and N > 0:
-        x, z = input.reshape(M, K), saved if save else None
+        x, z = as_matrix(input, M, K), saved if save else None
         weights = (weight_gate, weight_up, bias_gate, bias_up)
         products(x, *weights, activation, output, z, precision, output.dtype, save)
     return output, saved
@@ -171,18 +171,20 @@ def products(
     M, K = x.shape
     packed = weight_up is None
     N = weight_gate.shape[0] // 2 if packed else weight_gate.shape[0]
-    w_gate = weight_gate.to(x.dtype)
-    w_up = w_gate[N:] if weight_up is None else weight_up.to(x.dtype)
+    w_gate = as_dtype(weight_gate, x.dtype)
+    w_up = w_gate[N:] if weight_up is None else as_dtype(weight_up, x.dtype)
     b_gate = None if bias_gate is None else bias_gate.contiguous()
     b_up = None if bias_up is None else bias_up.contiguous()
     if packed and b_gate is not None:
         b_up = b_gate[N:]
     problem = GatedProblem.of(
-        M, N, K, itemsize=x.element_size(), activation=activation, precision=precision,
-        aligned=aligned(x) and aligned(w_gate) and aligned(w_up),
-        torch_serves=torch_multiplies(x, result_dtype, precision), keeps=keeps,
+        M, N, K, dtype=DTYPE_NAMES[x.dtype], out_dtype=DTYPE_NAMES[result_dtype],
+        layout=("r" if x.stride(1) == 1 else "c") + ("r" if w_up.stride(1) == 1 else "c"),
+        activation=activation, precision=precision, aligned=aligned(x) and aligned(w_gate) and aligned(w_up),
+        torch_serves=torch_multiplies(x, result_dtype, precision),
+        bias=b_gate is not None or b_up is not None, packed=packed, keeps=keeps,
     )  # fmt: skip
-    config = resolve(problem, x.device, default_config)
+    config = resolve(GATED_LINEAR, problem, x.device)
     with device_guard(x):
         if config.kernel == "torch":
             z = x.new_empty((M, 2 * N)) if z is None else z.view(M, 2 * N)

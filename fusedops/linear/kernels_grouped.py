@@ -19,9 +19,9 @@ from fusedops.linear.kernels_epilogue import quarters
 from fusedops.linear.kernels_preactivation import grad_preactivation
 from fusedops.linear.reference import keeps_output
 from fusedops.linear.reference_grouped import empty_weights_gradient
-from fusedops.linear.tuning_grouped import GroupedConfig, GroupedProblem, Product, default_config
+from fusedops.linear.tuning_grouped import GROUPED_LINEAR, GroupedConfig, GroupedProblem, Product
 from fusedops.runtime.device import device_facts, device_guard
-from fusedops.runtime.launch import ceil_div, options
+from fusedops.runtime.launch import DTYPE_NAMES, ceil_div, options
 from fusedops.runtime.precision import dot_precision
 
 # Offsets that a program reads at a time when it looks for its group.
@@ -262,7 +262,10 @@ def _rows_product(
     x = input if offsets is None else input[None]
     w = weights.to(x.dtype)
     average = M if offsets is None else ceil_div(M, G)
-    config = _config("rows", (G, average, N, K), (x, w), offsets is None, precision)
+    config = _config(
+        "rows", (G, average, N, K), (x, w), offsets is None, precision,
+        activation, bias is not None, saved is not None,
+    )  # fmt: skip
     blocks_m = ceil_div(M, config.rows)
     slots = G * blocks_m if offsets is None else G + blocks_m
     threads = config.num_warps * device_facts(x.device).warp_size
@@ -327,7 +330,7 @@ def grouped_linear_backward(
             read = (rows,) if x is None else (rows, x)
             average = M if offsets is None else ceil_div(M, G)
             K = K if need_dw else 1
-            c = _config("weights", (G, N, K, average), read, offsets is None, precision)
+            c = _config("weights", (G, N, K, average), read, offsets is None, precision, bias=need_db)
             grouped_grad_weight_kernel[(G * ceil_div(N, c.rows) * ceil_div(K, c.cols),)](
                 rows, x, None if offsets is None else offsets.contiguous(), dw if need_dw else None,
                 db if need_db else None, M, N, K, *rows.stride(), *(rows if x is None else x).stride(),
@@ -343,11 +346,15 @@ def _config(
     operands: tuple[torch.Tensor, ...],
     equal: bool,
     precision: str,
+    activation: str | None = None,
+    bias: bool = False,
+    keeps: bool = False,
 ) -> GroupedConfig:
     """The configuration of a product of sizes (groups, rows, cols, depth)."""
-    first = operands[0]
+    first, last = operands[0], operands[-1]
     problem = GroupedProblem.of(
-        product, *sizes, itemsize=first.element_size(), precision=precision, equal=equal,
-        aligned=all(map(aligned, operands)),
+        product, *sizes, dtype=DTYPE_NAMES[first.dtype], activation=activation, precision=precision, equal=equal,
+        layout=("r" if first.stride(-1) == 1 else "c") + ("r" if last.stride(-1) == 1 else "c"),
+        aligned=all(map(aligned, operands)), bias=bias, keeps=keeps,
     )  # fmt: skip
-    return resolve(problem, first.device, default_config)
+    return resolve(GROUPED_LINEAR, problem, first.device)

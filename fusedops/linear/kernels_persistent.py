@@ -135,19 +135,21 @@ def descriptors_reason(matrix: torch.Tensor) -> str | None:
 
     The conditions are those of ``cuTensorMapEncodeTiled`` (CUDA driver API), and that no two elements share memory.
     """
-    if matrix.numel() == 0:
+    (rows, cols), (outer, inner) = matrix.shape, matrix.stride()
+    if rows == 0 or cols == 0:
         return "it is empty"
-    stored = _stored(matrix)
-    (rows, cols), (outer, inner) = stored.shape, stored.stride()
+    if inner != 1:
+        rows, cols, outer, inner = cols, rows, inner, outer
     if inner != 1:
         return f"no dimension has stride 1: the strides are {tuple(matrix.stride())}"
+    apart = outer * matrix.element_size()
     if outer < cols:
         return f"rows of {cols} elements overlap: the strides are {tuple(matrix.stride())}"
-    if outer * matrix.element_size() % 16:
-        return f"its rows are {outer * matrix.element_size()} bytes apart, not a multiple of 16"
+    if apart % 16:
+        return f"its rows are {apart} bytes apart, not a multiple of 16"
     if matrix.data_ptr() % 16:
         return "its first element is not at a multiple of 16 bytes"
-    if max(rows, cols) > _LARGEST_SIZE or outer * matrix.element_size() >= _LARGEST_STRIDE:
+    if max(rows, cols) > _LARGEST_SIZE or apart >= _LARGEST_STRIDE:
         return f"it is too large: {rows} x {cols}, {outer} elements apart"
     return None
 

@@ -13,9 +13,9 @@ from fusedops.linear.kernels_activations import device_functions
 from fusedops.linear.kernels_common import tile_of
 from fusedops.linear.kernels_epilogue import epilogue
 from fusedops.linear.kernels_fp8 import along_rows
-from fusedops.linear.tuning_quantized import QuantizedProblem, default_quantized_config
+from fusedops.linear.tuning_quantized import QUANTIZED_LINEAR, QuantizedProblem
 from fusedops.runtime.device import device_guard
-from fusedops.runtime.launch import ceil_div, options
+from fusedops.runtime.launch import DTYPE_NAMES, ceil_div, options
 from fusedops.runtime.precision import dot_precision
 
 
@@ -197,10 +197,11 @@ def quantized_linear(
     vectors = not (x.data_ptr() % 16 or w.data_ptr() % 16 or x.stride(0) * x.element_size() % 16 or w.stride(0) % 4)
     problem = QuantizedProblem.of(
         M, N, K,
-        step=group_size if grouped and group_size else K,
-        bits=bits, itemsize=x.element_size(), precision=precision, aligned=vectors,
+        group=group_size if grouped and group_size else 0,
+        bits=bits, dtype=DTYPE_NAMES[x.dtype], out_dtype=DTYPE_NAMES[out_dtype], activation=activation,
+        bias=b is not None, precision=precision, aligned=vectors,
     )  # fmt: skip
-    config = resolve(problem, x.device, default_quantized_config)
+    config = resolve(QUANTIZED_LINEAR, problem, x.device)
     partial = config.splits > 1
     sums = x.new_empty((config.splits, M, N), dtype=torch.float32) if partial else output
     tiles = ceil_div(M, config.rows) * ceil_div(N, config.cols)

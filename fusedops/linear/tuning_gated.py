@@ -6,37 +6,46 @@ Its backward is one elementwise pass and plain products, which have configuratio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from fusedops.autotune.buckets import bucket
+from fusedops.autotune.operator import Config, Operator, Work
 from fusedops.linear import tuning
+from fusedops.linear.work import beyond_cache, cost_of, padded, tile_work, unit_of
 from fusedops.runtime.device import DeviceFacts
-from fusedops.runtime.launch import ceil_div, next_power_of_2
+from fusedops.runtime.launch import ITEMSIZES, ceil_div
 
 Kernel = Literal["tiled", "torch"]
 
 
-@dataclass(frozen=True, slots=True)
-class GatedProblem:
+class GatedProblem(NamedTuple):
     """Y = a(X Wgᵀ + bg) ∘ (X Wuᵀ + bu): (rows, cols), both products summed over depth. Make it with :meth:`of`.
 
     Attributes:
-        rows, cols, depth: M, N and K, each rounded up to a power of two, so that near problems are one problem.
-        itemsize: bytes of an operand's element.
+        rows, cols, depth: M, as a bucket up to 131,072; N and K.
+        dtype, out_dtype: of the operands, and of Y.
+        layout: as of :class:`fusedops.linear.tuning.LinearProblem`, of X and the weights.
         activation: a's name, or None.
         precision: of float32 products: ``ieee``, ``tf32`` or ``tf32x3``; 16-bit ones are ``ieee``.
         aligned: the operands can be read in vectors. Else a load is an element, which wants a register or two.
         torch_serves: torch's own product has the dtype and the precision that are asked for.
+        bias: there is at least one.
+        packed: both weights are halves of one matrix.
         keeps: the forward writes the pre-activations down.
     """
 
     rows: int
     cols: int
     depth: int
-    itemsize: int
+    dtype: str
+    out_dtype: str
+    layout: str
     activation: str | None
     precision: str
     aligned: bool
     torch_serves: bool
+    bias: bool
+    packed: bool
     keeps: bool
 
     @classmethod
@@ -46,20 +55,31 @@ class GatedProblem:
         cols: int,
         depth: int,
         *,
-        itemsize: int = 2,
+        dtype: str = "bfloat16",
+        out_dtype: str | None = None,
+        layout: str = "rr",
         activation: str | None = "silu",
         precision: str = "ieee",
         aligned: bool = True,
         torch_serves: bool = True,
+        bias: bool = False,
+        packed: bool = False,
         keeps: bool = False,
     ) -> GatedProblem:
-        rows, cols, depth = map(next_power_of_2, (rows, cols, depth))
-        precision = precision if itemsize == 4 else "ieee"
-        return cls(rows, cols, depth, itemsize, activation, precision, aligned, torch_serves, keeps)
+        precision = precision if dtype == "float32" else "ieee"
+        return cls(
+            bucket(rows, tuning.MOST_ROWS), cols, depth, dtype, out_dtype or dtype, layout, activation, precision,
+            aligned, torch_serves, bias, packed, keeps,
+        )  # fmt: skip
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an operand's element."""
+        return ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class GatedConfig:
+class GatedConfig(Config):
     """Attributes:
     rows, cols: the tile of Y that a program owns; it keeps twice as many sums.
     depth: how much of the summed dimension a step takes.
@@ -185,6 +205,8 @@ DEFAULTS: dict[str, Defaults] = {
 def prune(config: GatedConfig, problem: GatedProblem, facts: DeviceFacts) -> str | None:
     """Why the configuration cannot or should not serve the problem on this device; None: it can."""
     if config.kernel == "torch":
+        if config != TORCH:
+            return "torch's products have no tile"
         return None if problem.torch_serves else "torch's product has another dtype or precision"
     return tuning.tile_unfit(config, problem, facts, products=2)
 
@@ -236,3 +258,46 @@ def _tiles(problem: GatedProblem, defaults: Defaults, facts: DeviceFacts) -> _Ti
             return _TF32X3 if problem.precision == "tf32x3" else defaults.tf32
         return defaults.full
     return defaults.half if problem.aligned else _UNALIGNED_HALF
+
+
+def work(config: GatedConfig, problem: GatedProblem, facts: DeviceFacts) -> Work:
+    """What the problem costs with the configuration, all its kernels together."""
+    result, item, out = float(problem.rows) * problem.cols, problem.itemsize, ITEMSIZES[problem.out_dtype]
+    ordinary, special = cost_of(problem.activation)
+    if config.kernel == "torch":
+        # One product of twice as many columns, or two; then a pass that reads them.
+        product = tuning.LinearProblem.of(
+            "forward", problem.rows, 2 * problem.cols, problem.depth, dtype=problem.dtype, layout=problem.layout,
+            precision=problem.precision, aligned=problem.aligned,
+        )  # fmt: skip
+        made = tuning.work(tuning.TORCH, product, facts)
+        return made._replace(
+            scalar=result * (ordinary + 1),
+            special=result * special,
+            memory=made.memory + beyond_cache(2 * result * item, facts) + result * out,
+            cached=made.cached + 2 * result * item + result * out,
+            launches=made.launches + (1 if problem.packed else 2),
+        )
+    made = tile_work(
+        config, facts, rows=problem.rows, cols=problem.cols, depth=problem.depth, itemsizes=(item, item),
+        unit=unit_of(item, problem.precision != "ieee", facts), right=2, shared_memory=config.shared_memory(problem),
+        results=result * (out + 2 * item * problem.keeps),
+    )  # fmt: skip
+    if problem.precision == "tf32x3":
+        made = made._replace(product=3 * made.product)
+    elements = padded(config, problem)
+    return made._replace(scalar=elements * (ordinary + 1 + 2 * problem.bias), special=elements * special)
+
+
+GATED_LINEAR = Operator(
+    name="gated_linear",
+    problem=GatedProblem,
+    config=GatedConfig,
+    default=default_config,
+    space=lambda problem: SPACE,
+    prune=prune,
+    work=work,
+    trials="fusedops.linear.trials_gated",
+    sources=("fusedops.linear.kernels_gated",),
+    bucketed=lambda problem: ("rows",),
+)

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from fusedops.linear.tuning import table_of, tile_unfit
+from fusedops.autotune.buckets import bucket
+from fusedops.autotune.operator import Config, Operator, Work
+from fusedops.linear.tuning import MOST_ROWS, table_of, tile_unfit
+from fusedops.linear.work import cost_of, tile_work, unit_of
 from fusedops.runtime.device import DeviceFacts
-from fusedops.runtime.launch import ceil_div, next_power_of_2
+from fusedops.runtime.launch import ITEMSIZES, ceil_div
 
 Product = Literal["rows", "weights"]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedProblem:
+class GroupedProblem(NamedTuple):
     """One of the two products, a result (rows, cols) a group, summed over depth. Make it with :meth:`of`.
 
     Attributes:
         product: ``rows``: a group's rows times its matrix, Y_g = a(X_g W_gᵀ + b_g) or dX_g = dZ_g W_g;
             ``weights``: dW_g = dZ_gᵀ X_g, summed over a group's rows.
-        groups: how many, rounded up to a power of two, as the sizes are, so that near problems are one problem.
+        groups: how many.
         rows, cols, depth: the sizes. A group's rows (``rows`` of the one product, ``depth`` of the other) are the
-            average: how many each has is known on the device only.
-        itemsize: bytes of an operand's element.
+            average, as a bucket up to 131,072: how many each has is known on the device only.
+        dtype: of the operands.
+        layout: as of :class:`fusedops.linear.tuning.LinearProblem`, of a group's two operands.
+        activation: what the kernel applies to Y.
         precision: how float32 operands are multiplied: ``ieee``, ``tf32`` or ``tf32x3``.
         equal: all groups have the same number of rows.
         aligned: the operands can be read in vectors. Else a load is an element, which wants a register or two.
+        bias: Y gets one, or dW comes with its gradient.
+        keeps: Z is written down as well.
     """
 
     product: Product
@@ -33,10 +39,14 @@ class GroupedProblem:
     rows: int
     cols: int
     depth: int
-    itemsize: int
+    dtype: str
+    layout: str
+    activation: str | None
     precision: str
     equal: bool
     aligned: bool
+    bias: bool
+    keeps: bool
 
     @classmethod
     def of(
@@ -47,17 +57,32 @@ class GroupedProblem:
         cols: int,
         depth: int,
         *,
-        itemsize: int = 2,
+        dtype: str = "bfloat16",
+        layout: str = "rr",
+        activation: str | None = None,
         precision: str = "ieee",
         equal: bool = False,
         aligned: bool = True,
+        bias: bool = False,
+        keeps: bool = False,
     ) -> GroupedProblem:
-        groups, rows, cols, depth = map(next_power_of_2, (groups, rows, cols, depth))
-        return cls(product, groups, rows, cols, depth, itemsize, precision, equal, aligned)
+        if product == "weights":
+            depth = bucket(depth, MOST_ROWS)
+        else:
+            rows = bucket(rows, MOST_ROWS)
+        precision = precision if dtype == "float32" else "ieee"
+        return cls(
+            product, groups, rows, cols, depth, dtype, layout, activation, precision, equal, aligned, bias, keeps
+        )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an operand's element."""
+        return ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedConfig:
+class GroupedConfig(Config):
     """Attributes:
     rows, cols: the tile of a group's result that a program owns.
     depth: how much of the summed dimension a step takes.
@@ -207,3 +232,37 @@ def _tiles(problem: GroupedProblem, defaults: Defaults, facts: DeviceFacts) -> _
     if not problem.aligned:
         return _UNALIGNED_WEIGHTS if weights else _UNALIGNED
     return defaults.half_weights if weights else defaults.half
+
+
+def work(config: GroupedConfig, problem: GroupedProblem, facts: DeviceFacts) -> Work:
+    """What the problem costs with the configuration. Groups of any size end in the middle of a tile on average."""
+    item, G = problem.itemsize, problem.groups
+    ragged = problem.product == "rows" and not problem.equal
+    made = tile_work(
+        config, facts, rows=problem.rows, cols=problem.cols, depth=problem.depth, itemsizes=(item, item),
+        unit=unit_of(item, problem.precision != "ieee", facts), groups=G,
+        results=float(G) * problem.rows * problem.cols * item * (1 + problem.keeps),
+        shared_memory=config.shared_memory(problem),
+        block_rows=problem.rows / config.rows + 0.5 if ragged else None,
+    )  # fmt: skip
+    if problem.precision == "tf32x3":
+        made = made._replace(product=3 * made.product)
+    if problem.product == "weights":
+        return made._replace(scalar=float(G) * problem.rows * problem.depth * problem.bias)
+    ordinary, special = cost_of(problem.activation)
+    elements = float(G) * problem.rows * problem.cols
+    return made._replace(scalar=elements * (ordinary + problem.bias), special=elements * special)
+
+
+GROUPED_LINEAR = Operator(
+    name="grouped_linear",
+    problem=GroupedProblem,
+    config=GroupedConfig,
+    default=default_config,
+    space=lambda problem: SPACE,
+    prune=prune,
+    work=work,
+    trials="fusedops.linear.trials_grouped",
+    sources=("fusedops.linear.kernels_grouped",),
+    bucketed=lambda problem: ("depth",) if problem.product == "weights" else ("rows",),
+)

@@ -1,19 +1,29 @@
-"""Launch configurations of the quantised products: the problems, the defaults, and how they are chosen."""
+"""Launch configurations of the quantised products: the problems, the space that may be searched, the defaults."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
+from fusedops.autotune.buckets import bucket
+from fusedops.autotune.operator import Config, Operator, Work
+from fusedops.linear.tuning import MOST_ROWS, tile_unfit
+from fusedops.linear.work import cost_of, tile_work, unit_of
 from fusedops.runtime.device import TARGETS, DeviceFacts
-from fusedops.runtime.launch import ceil_div, next_power_of_2
+from fusedops.runtime.launch import ITEMSIZES, ceil_div
+
+RowScales = Literal["no", "input", "weight", "both"]
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Problem:
+class Fp8Problem(NamedTuple):
     """A float8 product, result (rows, cols) summed over depth. Make it with :meth:`of`.
 
     Attributes:
-        rows, cols, depth: its sizes, each rounded up to a power of two, so that near problems are one problem.
+        rows, cols, depth: M, as a bucket up to 131,072; N and K.
+        dtype, weight_dtype, out_dtype: of the input, the weight and the result.
+        row_scales: the input, or the weight, has a scale a row: ``no``, ``input``, ``weight`` or ``both``.
+        activation: what the kernel applies to the result.
+        bias: the result gets one.
         aligned: the operands can be read in vectors.
         exact: multiplied as float16, for a float32 result on tensor cores that sum float8 less precisely.
     """
@@ -21,24 +31,47 @@ class Fp8Problem:
     rows: int
     cols: int
     depth: int
+    dtype: str
+    weight_dtype: str
+    out_dtype: str
+    row_scales: RowScales
+    activation: str | None
+    bias: bool
     aligned: bool
     exact: bool
 
     @classmethod
-    def of(cls, rows: int, cols: int, depth: int, *, aligned: bool = True, exact: bool = False) -> Fp8Problem:
-        rows, cols, depth = map(next_power_of_2, (rows, cols, depth))
-        return cls(rows, cols, depth, aligned, exact)
+    def of(
+        cls,
+        rows: int,
+        cols: int,
+        depth: int,
+        *,
+        dtype: str = "float8_e4m3fn",
+        weight_dtype: str | None = None,
+        out_dtype: str = "bfloat16",
+        row_scales: RowScales = "no",
+        activation: str | None = None,
+        bias: bool = False,
+        aligned: bool = True,
+        exact: bool = False,
+    ) -> Fp8Problem:
+        return cls(
+            bucket(rows, MOST_ROWS), cols, depth, dtype, weight_dtype or dtype, out_dtype, row_scales, activation, bias,
+            aligned, exact,
+        )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedProblem:
+class QuantizedProblem(NamedTuple):
     """A product with an int8 or int4 weight, result (rows, cols) summed over depth. Make it with :meth:`of`.
 
     Attributes:
-        rows, cols, depth: its sizes, each rounded up to a power of two.
-        step: the largest power of two, up to 128, that divides what has one scale (a group, or all of the depth).
+        rows, cols, depth: M, as a bucket up to 131,072; N and K.
+        group: how many inputs share a scale; 0: all of a row.
         bits: of a weight.
-        itemsize: bytes of an input's element.
+        dtype, out_dtype: of the input and of the result.
+        activation: what the kernel applies to the result.
+        bias: the result gets one.
         tf32: float32 inputs are multiplied on TF32 tensor cores.
         aligned: the operands can be read in vectors.
     """
@@ -46,9 +79,12 @@ class QuantizedProblem:
     rows: int
     cols: int
     depth: int
-    step: int
+    group: int
     bits: int
-    itemsize: int
+    dtype: str
+    out_dtype: str
+    activation: str | None
+    bias: bool
     tf32: bool
     aligned: bool
 
@@ -59,19 +95,35 @@ class QuantizedProblem:
         cols: int,
         depth: int,
         *,
-        step: int,
+        group: int,
         bits: int,
-        itemsize: int = 2,
+        dtype: str = "bfloat16",
+        out_dtype: str | None = None,
+        activation: str | None = None,
+        bias: bool = False,
         precision: str = "ieee",
         aligned: bool = True,
     ) -> QuantizedProblem:
-        rows, cols, depth = map(next_power_of_2, (rows, cols, depth))
-        step = min(step & -step, 128) if step else 128
-        return cls(rows, cols, depth, step, bits, itemsize, itemsize == 4 and precision != "ieee", aligned)
+        tf32 = dtype == "float32" and precision != "ieee"
+        return cls(
+            bucket(rows, MOST_ROWS), cols, depth, group, bits, dtype, out_dtype or dtype, activation, bias, tf32,
+            aligned,
+        )  # fmt: skip
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an input's element."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def step(self) -> int:
+        """The largest power of two, up to 128, that divides what has one scale."""
+        size = self.group or self.depth
+        return min(size & -size, 128) if size else 128
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedConfig:
+class QuantizedConfig(Config):
     """Attributes:
     rows, cols: the tile of the result that a program owns.
     depth: how much of the summed dimension a step takes.
@@ -88,6 +140,15 @@ class QuantizedConfig:
     num_warps: int
     splits: int = 1
     group: int = 8
+
+    def shared_memory(self, problem: QuantizedProblem | Fp8Problem) -> int:
+        """Bytes of shared memory, at most about: the steps in flight, one of which is turned into what is multiplied,
+        or the result on its way out."""
+        if isinstance(problem, Fp8Problem):
+            step = (self.rows + self.cols) * self.depth
+        else:
+            step = self.depth * (self.rows * problem.itemsize + self.cols * problem.bits // 8)
+        return max(self.num_stages * step, self.rows * self.cols * ITEMSIZES[problem.out_dtype])
 
 
 _C = QuantizedConfig  # (rows, cols, depth, num_stages, num_warps)
@@ -204,7 +265,7 @@ def default_fp8_config(problem: Fp8Problem, facts: DeviceFacts) -> QuantizedConf
     """A configuration that always fits: the largest tile of the table that leaves no multiprocessor idle."""
     defaults = defaults_for(facts)
     tiles = defaults.exact if problem.exact else defaults.fp8
-    if not problem.aligned and facts.vendor != "interpreter":
+    if not tiles or (not problem.aligned and facts.vendor != "interpreter"):
         tiles = _UNALIGNED_FP8
     return _largest(tiles, problem.rows, problem.cols, facts)
 
@@ -238,6 +299,130 @@ def _splits(problem: QuantizedProblem, config: QuantizedConfig, depth: int, fact
     """As many that two programs a multiprocessor read the weight, each at least four steps of it."""
     if problem.rows > 64:
         return 1
-    tiles = ceil_div(problem.rows, config.rows) * ceil_div(problem.cols, config.cols)
+    tiles = max(1, ceil_div(problem.rows, config.rows) * ceil_div(problem.cols, config.cols))
     wanted = ceil_div(2 * facts.multiprocessor_count, tiles)
     return max(1, min(wanted, problem.depth // (4 * depth), 32))
+
+
+_QUANTIZED_SPACE = tuple(
+    QuantizedConfig(rows, cols, depth, num_stages, num_warps, splits, group)
+    for rows in (16, 32, 64, 128)
+    for cols in (32, 64, 128, 256)
+    for depth in (16, 32, 64, 128)
+    for num_stages in (2, 3, 4, 5)
+    for num_warps in (2, 4, 8)
+    for splits in (1, 2, 4, 8, 16)
+    for group in (1, 8)
+)
+_FP8_SPACE = tuple(
+    QuantizedConfig(rows, cols, depth, num_stages, num_warps, 1, group)
+    for rows in (16, 32, 64, 128, 256)
+    for cols in (32, 64, 128, 256)
+    for depth in (32, 64, 128, 256)
+    for num_stages in (2, 3, 4, 5)
+    for num_warps in (2, 4, 8)
+    for group in (1, 8)
+)
+
+
+def quantized_space(problem: QuantizedProblem) -> tuple[QuantizedConfig, ...]:
+    """Every configuration that may be searched; :func:`prune_quantized` says which of them serve a problem."""
+    return _QUANTIZED_SPACE
+
+
+def prune_quantized(config: QuantizedConfig, problem: QuantizedProblem, facts: DeviceFacts) -> str | None:
+    """Why the configuration cannot or should not serve the problem on this device; None: it can."""
+    if problem.group % max(config.depth, 1):
+        return "a step would span two groups of weights"
+    unfit = tile_unfit(config, problem, facts, free=(16, 128))
+    if unfit is not None:
+        return unfit
+    if config.splits > 32:
+        return "more than 32 programs a tile"
+    if config.splits > 1 and config.splits * config.depth * 4 > problem.depth:
+        return "fewer than four steps a program"
+    return None
+
+
+def quantized_work(config: QuantizedConfig, problem: QuantizedProblem, facts: DeviceFacts) -> Work:
+    """What the problem costs with the configuration, all its kernels together."""
+    rows, cols, depth = problem.rows, problem.cols, problem.depth
+    result = float(rows) * cols
+    scales = 4.0 * cols * (depth // problem.group if problem.group else 1)
+    made = tile_work(
+        config, facts, rows=rows, cols=cols, depth=depth, itemsizes=(problem.itemsize, problem.bits / 8),
+        unit=unit_of(problem.itemsize, problem.tf32, facts), splits=config.splits,
+        results=result * ITEMSIZES[problem.out_dtype] + scales, shared_memory=config.shared_memory(problem),
+    )  # fmt: skip
+    # A weight is turned into a number in two instructions, once for every block of rows; a group's scale multiplies
+    # the sums of each step.
+    weights = float(ceil_div(rows, config.rows)) * cols * depth
+    scaled = made.product / (2 * config.depth) if problem.group else 0.0
+    ordinary, special = cost_of(problem.activation)
+    return made._replace(
+        scalar=2 * (weights + scaled) + result * (ordinary + problem.bias), special=result * special
+    )  # fmt: skip
+
+
+def fp8_space(problem: Fp8Problem) -> tuple[QuantizedConfig, ...]:
+    """Every configuration that may be searched; :func:`prune_fp8` says which of them serve a problem."""
+    return _FP8_SPACE
+
+
+def prune_fp8(config: QuantizedConfig, problem: Fp8Problem, facts: DeviceFacts) -> str | None:
+    """Why the configuration cannot or should not serve the problem on this device; None: it can."""
+    if not _multiplies_fp8(facts):
+        return "the device multiplies no float8"
+    if config.depth < 32:
+        return "a side of the tile is shorter than a matrix instruction's"
+    if config.splits > 1:
+        return "one program a tile only"
+    # Four warps multiply 64 rows from Hopper on, however few there are.
+    return tile_unfit(config, problem, facts, free=(64, 64))
+
+
+def _multiplies_fp8(facts: DeviceFacts) -> bool:
+    if facts.vendor == "nvidia":
+        return facts.capability >= 89
+    return facts.vendor == "interpreter" or facts.arch in ("gfx942", "gfx950")
+
+
+def fp8_work(config: QuantizedConfig, problem: Fp8Problem, facts: DeviceFacts) -> Work:
+    """What the problem costs with the configuration."""
+    rows, cols = problem.rows, problem.cols
+    result = float(rows) * cols
+    made = tile_work(
+        config, facts, rows=rows, cols=cols, depth=problem.depth, itemsizes=(1, 1),
+        unit="half" if problem.exact else "fp8", results=result * ITEMSIZES[problem.out_dtype],
+        shared_memory=config.shared_memory(problem),
+    )  # fmt: skip
+    # Where tensor cores sum too coarsely, the sums of each step are added in float32.
+    added = 0.0 if problem.exact or sums_in_float32(facts) else made.product / (2 * config.depth)
+    ordinary, special = cost_of(problem.activation)
+    return made._replace(scalar=added + result * (ordinary + 2 + problem.bias), special=result * special)
+
+
+QUANTIZED_LINEAR = Operator(
+    name="quantized_linear",
+    problem=QuantizedProblem,
+    config=QuantizedConfig,
+    default=default_quantized_config,
+    space=quantized_space,
+    prune=prune_quantized,
+    work=quantized_work,
+    trials="fusedops.linear.trials_quantized",
+    sources=("fusedops.linear.kernels_quantized",),
+    bucketed=lambda problem: ("rows",),
+)
+FP8_LINEAR = Operator(
+    name="fp8_linear",
+    problem=Fp8Problem,
+    config=QuantizedConfig,
+    default=default_fp8_config,
+    space=fp8_space,
+    prune=prune_fp8,
+    work=fp8_work,
+    trials="fusedops.linear.trials_quantized",
+    sources=("fusedops.linear.kernels_fp8",),
+    bucketed=lambda problem: ("rows",),
+)

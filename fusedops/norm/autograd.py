@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from fusedops.norm import reference
 from fusedops.norm.channels import empty_like
 from fusedops.runtime.backend import can_launch
-from fusedops.runtime.library import below_autograd, first_order_only, register
+from fusedops.runtime.library import first_order_only, register
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -37,19 +38,20 @@ class Norm(torch.autograd.Function):
         dropout_p: float,
         out_dtype: torch.dtype,
         recompute: bool,
+        compute: Callable[..., Any],
     ) -> _Outputs:
         arguments = (dims, eps, weight_offset, kind, dropout_p)
-        with below_autograd():
-            output, residual_out, mean, rstd = norm_op(
-                input, residual, weight, bias, seed, *arguments, out_dtype, recompute
-            )
+        output, residual_out, mean, rstd = compute(
+            input, residual, weight, bias, seed, *arguments, out_dtype, recompute
+        )
         saved, saved_bias, kept_mean = input if residual is None else residual_out, None, mean
         if recompute:
             saved, saved_bias, kept_mean = output, bias, mean.new_empty(0)
         if not any(ctx.needs_input_grad[:3]):
             saved = None
         ctx.save_for_backward(saved, weight, saved_bias, kept_mean, rstd, seed)
-        ctx.dtypes = tuple(input.dtype if t is None else t.dtype for t in (input, residual, weight, bias))
+        dtype = input.dtype
+        ctx.dtypes = (dtype, *[dtype if t is None else t.dtype for t in (residual, weight, bias)])
         ctx.arguments = (*arguments, recompute)
         # Parameters are no part of the sum: without a gradient of its own terms it is a constant.
         sum_has_gradient = residual is not None and any(ctx.needs_input_grad[:2])
@@ -60,7 +62,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_output: torch.Tensor | None, grad_residual: torch.Tensor | None, *_: Any) -> Any:
-        rest = (None,) * 8
+        rest = (None,) * 9
         if grad_output is None:
             return *Norm.backward_of_the_sum(ctx, grad_residual), None, None, *rest
         saved, weight, bias, mean, rstd, seed = ctx.saved_tensors
@@ -197,9 +199,9 @@ class GroupNorm(torch.autograd.Function):
         num_groups: int,
         eps: float,
         out_dtype: torch.dtype,
+        compute: Callable[..., Any],
     ) -> _Three:
-        with below_autograd():
-            output, mean, rstd = group_norm_op(input, weight, bias, num_groups, eps, out_dtype)
+        output, mean, rstd = compute(input, weight, bias, num_groups, eps, out_dtype)
         ctx.save_for_backward(input if any(ctx.needs_input_grad[:2]) else None, weight, mean, rstd)
         ctx.num_groups = num_groups
         ctx.bias_dtype = input.dtype if bias is None else bias.dtype
@@ -210,7 +212,7 @@ class GroupNorm(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_output: torch.Tensor | None, *_: Any) -> Any:
-        rest = (None,) * 3
+        rest = (None,) * 4
         if grad_output is None:
             return None, None, None, *rest
         needs = ctx.needs_input_grad[:3]

@@ -50,7 +50,7 @@ def _check_shape(function: str, input: torch.Tensor, normalized_shape: int | Seq
         except TypeError:
             wrong_type(function, "normalized_shape", "an int or a sequence of ints", normalized_shape)
     for size in shape:
-        if not isinstance(size, _INTEGERS) or isinstance(size, bool):
+        if type(size) is not int and (not isinstance(size, _INTEGERS) or isinstance(size, bool)):
             wrong_type(function, "normalized_shape", "an int or a sequence of ints", normalized_shape)
     if not shape:
         wrong_value(function, "normalized_shape", "of at least one dimension", normalized_shape)
@@ -153,7 +153,7 @@ def _check_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, ou
 
 def unsupported(input: torch.Tensor, shape: tuple[int, ...], *others: torch.Tensor | torch.dtype | None) -> list[str]:
     """Every reason why the norm kernels cannot take these arguments."""
-    dtypes = (input.dtype, *(o if isinstance(o, torch.dtype) else o.dtype for o in others if o is not None))
+    dtypes = (input.dtype, *[o if isinstance(o, torch.dtype) else o.dtype for o in others if o is not None])
     reasons = device_reasons(input.device, dtypes)
     width = 1
     for size in shape:

@@ -19,7 +19,7 @@ from fusedops.kernels.dropout import keep_scale
 from fusedops.norm.kernels_forward import row_offset
 from fusedops.norm.kernels_sums import accumulate, sum_partials
 from fusedops.norm.rows import as_rows
-from fusedops.norm.tuning import NormProblem, default_config
+from fusedops.norm.tuning import NORM, NormProblem
 from fusedops.runtime.device import device_facts, device_guard
 from fusedops.runtime.dropout import threshold_and_scale
 from fusedops.runtime.launch import ceil_div, options
@@ -300,8 +300,10 @@ def norm_backward(
     shape = grad_output.shape
     inner = shape[len(shape) - dims :]
     grads = tuple(
-        torch.empty(size if need else (0,), dtype=dtype, device=device)
-        for size, need, dtype in zip((shape, shape, inner, inner), needs, dtypes, strict=True)
+        [
+            grad_output.new_empty(size if need else (0,), dtype=dtype)
+            for size, need, dtype in zip((shape, shape, inner, inner), needs, dtypes, strict=True)
+        ]
     )
     if grad_output.numel() == 0:
         for grad in grads[2:]:
@@ -315,7 +317,11 @@ def norm_backward(
     b = bias.contiguous() if bias is not None and from_output else None
     sums = needs[2] + needs[3]
     itemsize = max(t.element_size() for t in (dy, dr, x) if t is not None)
-    config = resolve(NormProblem(width, itemsize, "backward", seed is not None, sums), device, default_config)
+    problem = NormProblem.of(
+        width, itemsize, "backward", seed is not None, sums, rows, kind, grad_output.dtype,
+        w is not None, b is not None, dr is not None, from_output,
+    )  # fmt: skip
+    config = resolve(NORM, problem, device)
     count = blocks = ceil_div(width, config.block_n)
     if sums:
         # The number of partial sums depends on the device, and on the rows only while they are few.
@@ -324,7 +330,7 @@ def norm_backward(
     else:
         count = ceil_div(rows, config.block_m)
     partials = [
-        None if grad is None else torch.empty((count, width), dtype=torch.float32, device=device) for grad in (dw, db)
+        None if grad is None else grad_output.new_empty((count, width), dtype=torch.float32) for grad in (dw, db)
     ]
     threshold, scale = threshold_and_scale(dropout_p)
     flags = {"KIND": kind, "FROM_OUTPUT": from_output, "SPLIT": view.split, "UNIT": unit}

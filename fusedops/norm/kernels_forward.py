@@ -14,10 +14,10 @@ from fusedops.autotune.resolve import resolve
 from fusedops.kernels.dropout import keep_scale
 from fusedops.norm.reference import residual_dtype
 from fusedops.norm.rows import as_rows
-from fusedops.norm.tuning import NormProblem, default_config
+from fusedops.norm.tuning import NORM, NormProblem
 from fusedops.runtime.device import device_guard
 from fusedops.runtime.dropout import threshold_and_scale
-from fusedops.runtime.launch import ceil_div, options
+from fusedops.runtime.launch import ceil_div, empty_contiguous, options
 
 
 @triton.jit
@@ -226,18 +226,20 @@ def norm_forward(
     """Allocate and launch; arguments and results as :func:`fusedops.norm.reference.norm`, statistics in float32."""
     device = input.device
     lead = input.shape[: input.dim() - dims]
-    output = torch.empty(input.shape, dtype=out_dtype, device=device)
-    summed = torch.empty(
-        (0,) if residual is None else input.shape, dtype=residual_dtype(input, residual), device=device
-    )
-    rstd = torch.empty(lead, dtype=torch.float32, device=device)
-    mean = torch.empty(lead if kind == "layer" else (0,), dtype=torch.float32, device=device)
+    output = empty_contiguous(input, out_dtype)
+    summed = input.new_empty(0) if residual is None else empty_contiguous(input, residual_dtype(input, residual))
+    rstd = input.new_empty(lead, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if kind == "layer" else rstd.new_empty(0)
     if input.numel() == 0:
         # No element, but perhaps rows: their statistics are of nothing, and the gradients of nothing need none.
         return output, summed, mean.fill_(float("nan")), rstd.fill_(float("nan"))
     view = as_rows((input, residual), dims)
     itemsize = max(input.element_size(), summed.element_size())
-    config = resolve(NormProblem(view.width, itemsize, "forward", seed is not None), device, default_config)
+    problem = NormProblem.of(
+        view.width, itemsize, "forward", seed is not None, 0, view.rows, kind, input.dtype,
+        weight is not None, bias is not None, residual is not None,
+    )  # fmt: skip
+    config = resolve(NORM, problem, device)
     kernel = norm_forward_looped_kernel if config.looped else norm_forward_kernel
     unit, width, strides = view.counted()
     threshold, scale = threshold_and_scale(dropout_p)

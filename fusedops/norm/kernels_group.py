@@ -9,20 +9,15 @@ leave their statistics for a second kernel.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 
 from fusedops.autotune.resolve import resolve
 from fusedops.norm.channels import as_channels, empty_like, strides_of
-from fusedops.norm.tuning import GroupNormConfig, GroupNormProblem, default_group_config
-from fusedops.runtime.device import DeviceFacts, device_facts, device_guard
-from fusedops.runtime.launch import ceil_div, next_power_of_2, options
-
-# Programs that may share a row; the statistics of all of them are read at once.
-MAX_PARTS = 1024
+from fusedops.norm.tuning import GROUP_NORM, MAX_PARTS, Direction, GroupNormProblem, parts_of_a_row
+from fusedops.runtime.device import device_facts, device_guard
+from fusedops.runtime.launch import ceil_div, options
 
 
 @triton.jit
@@ -268,20 +263,21 @@ def group_norm_normalize_kernel(
     )  # fmt: skip
 
 
-def group_problem(x: torch.Tensor, num_groups: int, direction: Literal["forward", "backward"]) -> GroupNormProblem:
-    """The problem of an input (N, C, S)."""
+def group_problem(
+    x: torch.Tensor,
+    num_groups: int,
+    direction: Direction,
+    weight: bool,
+    bias: bool = False,
+    sums: int = 0,
+    need_dx: bool = True,
+) -> GroupNormProblem:
+    """The problem of an input (N, C, S); ``weight`` and ``bias``: there is one that is read."""
     channels, spatial = x.shape[1] // num_groups, x.shape[2]
-    return GroupNormProblem(
-        channels, next_power_of_2(spatial), spatial > 1 and x.stride(1) == 1, x.element_size(), direction
-    )
-
-
-def parts_of_a_row(rows: int, channels: int, spatial: int, config: GroupNormConfig, facts: DeviceFacts) -> int:
-    """Among how many programs each of ``rows`` rows is divided, so that every multiprocessor has work; ≥ 1."""
-    tiles = ceil_div(channels, config.block_c) * ceil_div(spatial, config.block_s)
-    parts = ceil_div(facts.multiprocessor_count * config.programs_per_multiprocessor, rows)
-    share = ceil_div(tiles, min(parts, tiles, MAX_PARTS))
-    return ceil_div(tiles, share)
+    return GroupNormProblem.of(
+        channels, spatial, spatial > 1 and x.stride(1) == 1, x.dtype, direction, x.shape[0], num_groups,
+        weight, bias, sums, need_dx,
+    )  # fmt: skip
 
 
 def group_norm_forward(
@@ -305,7 +301,7 @@ def group_norm_forward(
     b = None if bias is None else bias.contiguous()
     x_strides, y_strides = strides_of(x), strides_of(y)
     batch, channels, spatial = x.shape
-    config = resolve(group_problem(x, num_groups, "forward"), device, default_group_config)
+    config = resolve(GROUP_NORM, group_problem(x, num_groups, "forward", weight is not None, bias is not None), device)
     rows = batch * num_groups
     tile = {"CHANNELS": channels // num_groups, "BLOCK_C": config.block_c, "BLOCK_S": config.block_s}
     launch = options(config.num_warps)

@@ -17,16 +17,15 @@ from fusedops.norm.channels import as_channels, empty_like, strides_of
 from fusedops.norm.kernels_group import (
     channel_parameter,
     group_problem,
-    parts_of_a_row,
     row_offset,
     share_of_tiles,
     tile_start,
     within_row,
 )
 from fusedops.norm.kernels_sums import sum_partials
-from fusedops.norm.tuning import default_group_config
+from fusedops.norm.tuning import GROUP_NORM, group_backward_split, parts_of_a_row
 from fusedops.runtime.device import device_facts, device_guard
-from fusedops.runtime.launch import ceil_div, options
+from fusedops.runtime.launch import options
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -316,23 +315,14 @@ def group_norm_backward(
     dy, x = as_channels(grad_output), as_channels(input)
     batch, width, spatial = x.shape
     channels = width // num_groups
-    config = resolve(group_problem(x, num_groups, "backward"), device, default_group_config)
+    problem = group_problem(x, num_groups, "backward", weight is not None, sums=need_dw + need_db, need_dx=need_dx)
+    config = resolve(GROUP_NORM, problem, device)
     facts = device_facts(device)
     dx_view = as_channels(dx) if need_dx else None
     dy_strides, x_strides = strides_of(dy), strides_of(x)
     dx_strides = x_strides if dx_view is None else strides_of(dx_view)
     w = None if weight is None else weight.contiguous()
-
-    blocks = ceil_div(channels, config.block_c)
-    steps = ceil_div(batch, config.block_n)
-    # How many partial sums there are depends on the device, and on the batch only while it is small.
-    programs = facts.multiprocessor_count * config.programs_per_multiprocessor // (num_groups * blocks)
-    programs = max(programs, 1)
-    parts = 1
-    if config.looped and programs > batch:
-        tiles = ceil_div(spatial, config.block_s)
-        parts = ceil_div(tiles, ceil_div(tiles, min(tiles, ceil_div(programs, batch))))
-    programs = min(programs, steps) if need_dw or need_db else steps
+    programs, parts, blocks = group_backward_split(config, problem, facts, spatial, batch)
     partials = [
         torch.empty((programs * parts, width), dtype=torch.float32, device=device) if need else None
         for need in (need_dw, need_db)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ import torch
 _MAX_SPLIT_ROWS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Tensors of one shape as ``rows`` rows of ``width`` elements with unit stride.
 
     Row ``r`` of tensor ``i`` begins ``a·s[0] + b·s[1] + c·s[2]`` elements behind its first one, with
@@ -40,7 +38,7 @@ class Rows:
 
         Triton finds out by itself where all are multiples of 16. Rows of 72 elements too can be read in vectors of 8.
         """
-        common = math.gcd(self.width, *itertools.chain.from_iterable(self.strides))
+        common = math.gcd(self.width, *[stride for strides in self.strides for stride in strides])
         if common % 16:
             for unit in (8, 4):
                 if common % unit == 0:
@@ -84,8 +82,11 @@ def as_rows(tensors: Sequence[torch.Tensor | None], dims: int) -> Rows:
     return Rows(rows, width, tuple(tensors), strides, (size_b, size_c), True)  # type: ignore[arg-type]
 
 
+_ABSENT = (0, 0, 0)
+
+
 def _matrix(rows: int, width: int, tensors: Sequence[torch.Tensor | None]) -> Rows:
-    strides = tuple((0, 0, 0 if t is None else width) for t in tensors)
+    strides = tuple([_ABSENT if t is None else (0, 0, width) for t in tensors])
     return Rows(rows, width, tuple(tensors), strides, (1, 1), False)
 
 

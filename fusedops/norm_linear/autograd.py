@@ -6,6 +6,7 @@ fakes: each function here is its op's kernel and its fake alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,12 +42,12 @@ class NormLinear(torch.autograd.Function):
         dtype: torch.dtype,
         save: bool,
         precision: str,
+        compute: Callable[..., Any],
     ) -> _Outputs:
         arguments = (eps, weight_offset, kind, activation)
-        with below_autograd():
-            output, saved, mean, rstd = norm_linear_op(
-                input, norm_weight, norm_bias, weight, bias, *arguments, dtype, True, precision
-            )
+        output, saved, mean, rstd = compute(
+            input, norm_weight, norm_bias, weight, bias, *arguments, dtype, True, precision
+        )
         needs = list(ctx.needs_input_grad[:5])
         of_input, of_norm_weight, of_norm_bias, of_weight, _ = needs
         of_normalised = of_input or of_norm_weight or of_norm_bias
@@ -74,7 +75,7 @@ class NormLinear(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_output: torch.Tensor | None, *_: Any) -> Any:
-        rest = (None,) * 7
+        rest = (None,) * 8
         if grad_output is None:
             return *(None,) * 5, *rest
         grads = norm_linear_backward_op(grad_output, *ctx.saved_tensors, *ctx.arguments)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from fusedops.runtime.device import device_facts
-from fusedops.runtime.settings import BACKENDS, SETTINGS, Backend
+from fusedops.runtime.device import DeviceFacts, device_facts
+from fusedops.runtime.settings import BACKENDS, SETTINGS, Backend, Settings
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -130,6 +130,31 @@ def _might_use_triton(mode: Backend, device: torch.device) -> bool:
 
 def device_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     """Every reason why no fusedops kernel can run on this device with these dtypes (empty: one can)."""
+    if torch.compiler.is_compiling():
+        return _all_device_reasons(device, dtypes)
+    if _known_to_run(device, dtypes):
+        return []
+    reasons = _all_device_reasons(device, dtypes)
+    if not reasons:
+        _running[device, dtypes] = device_facts(device), SETTINGS, interpreter_knows_bfloat16
+    return reasons
+
+
+def _known_to_run(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether this was asked before, there was no reason, and what the answer depends on is the same."""
+    known = _running.get((device, dtypes))
+    return (
+        known is not None
+        and known[0] is device_facts(device)
+        and known[1] is SETTINGS
+        and known[2] is interpreter_knows_bfloat16
+    )
+
+
+_running: dict[tuple[torch.device, tuple[torch.dtype, ...]], tuple[DeviceFacts, Settings, bool]] = {}
+
+
+def _all_device_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     reasons = list(_device_reasons(device.type, device.index))
     for dtype in dict.fromkeys(dtypes):
         if dtype not in KERNEL_DTYPES:

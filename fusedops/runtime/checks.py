@@ -60,11 +60,14 @@ def check_parameter(
     check_tensor(function, argument, value)
     if value.shape != shape:
         wrong_value(function, argument, takes.format(tuple(shape)), value)
-    check_same_device(function, argument, value, "input", input)
+    if value.device != input.device:
+        check_same_device(function, argument, value, "input", input)
 
 
 def check_number(function: str, argument: str, value: Any) -> None:
     """A real number: Python's, numpy's or a symbolic one, but no bool."""
+    if type(value) is float:
+        return
     if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         if not isinstance(value, bool):
             return

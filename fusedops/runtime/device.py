@@ -6,6 +6,8 @@ Nothing here touches a driver before :func:`device_facts` is called with a CUDA 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ class DeviceFacts:
         shared_memory: bytes of shared memory (LDS) that one program may use.
         warp_size: threads a warp (wavefront).
         cache: bytes of the level-2 cache that all multiprocessors share.
+        memory: bytes of device memory; 0 where nobody asked.
     """
 
     vendor: Literal["nvidia", "amd", "interpreter"]
@@ -41,11 +44,21 @@ class DeviceFacts:
     shared_memory: int
     warp_size: int = 32
     cache: int = _CACHE
+    memory: int = 0
+
+    def __hash__(self) -> int:
+        # Every look-up of a configuration hashes its device. Python keeps a string's hash.
+        return hash(self.name)
 
     @property
     def capability(self) -> int:
         """NVIDIA's compute capability as one number (90 for sm_90); 0 for other vendors."""
-        return int(self.arch.removeprefix("sm_")) if self.vendor == "nvidia" else 0
+        return _capability(self.arch) if self.vendor == "nvidia" else 0
+
+
+@functools.cache
+def _capability(arch: str) -> int:
+    return int(arch.removeprefix("sm_"))
 
 
 INTERPRETER = DeviceFacts("interpreter", "interpreter", "Triton interpreter", 4, 1 << 30)
@@ -67,48 +80,67 @@ TARGETS: dict[str, DeviceFacts] = {
     "gfx1100": DeviceFacts("amd", "gfx1100", "RX 7900 XTX", 96, 65536, 32),
 }
 
-_facts: dict[int, DeviceFacts] = {}
-_pretended: DeviceFacts | None = None
+_facts: dict[torch.device, DeviceFacts] = {}
+# By thread: what is pretended there.
+_pretended: dict[int, DeviceFacts] = {}
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
     """Facts of a torch device; the interpreter's for a CPU device. Asks the driver once a device."""
-    if _pretended is not None:
-        return _pretended
+    if _pretended and (pretended := _pretended.get(threading.get_ident())) is not None:
+        return pretended
+    return _facts.get(device) or _first_facts(device)
+
+
+def pretending() -> bool:
+    """Whether this thread pretends that its tensors lie on another device."""
+    return bool(_pretended) and threading.get_ident() in _pretended
+
+
+def _first_facts(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":
-        return INTERPRETER
-    index = torch.cuda.current_device() if device.index is None else device.index
-    facts = _facts.get(index)
-    if facts is None:
-        facts = _facts[index] = _ask_driver(index)
+        facts = INTERPRETER
+    elif device.index is None:  # another device tomorrow
+        return device_facts(torch.device("cuda", torch.cuda.current_device()))
+    else:
+        facts = _ask_driver(device.index)
+    _facts[device] = facts
     return facts
 
 
 def _ask_driver(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
     count, cache = properties.multi_processor_count, getattr(properties, "L2_cache_size", _CACHE)
+    memory = getattr(properties, "total_memory", 0)
     if torch.version.hip is not None:
         arch = properties.gcnArchName.split(":")[0]
         shared = getattr(properties, "shared_memory_per_block", 65536)
         warp_size = getattr(properties, "warp_size", 64)
-        return DeviceFacts("amd", arch, properties.name, count, shared, warp_size, cache)
+        return DeviceFacts("amd", arch, properties.name, count, shared, warp_size, cache, memory)
     arch = f"sm_{properties.major}{properties.minor}"
     known = TARGETS.get(arch)
     # Older torch builds do not report the opt-in maximum; the architecture's own figure, or what every CUDA
     # device has without opting in, then stands in.
     shared = getattr(properties, "shared_memory_per_block_optin", known.shared_memory if known else 49152)
-    return DeviceFacts("nvidia", arch, properties.name, count, shared, cache=cache)
+    return DeviceFacts("nvidia", arch, properties.name, count, shared, cache=cache, memory=memory)
 
 
 @contextlib.contextmanager
 def pretend(facts: DeviceFacts) -> Iterator[None]:
-    """Let :func:`device_facts` answer ``facts`` for every device: offline compilation for an absent GPU."""
-    global _pretended
-    before, _pretended = _pretended, facts
+    """Let :func:`device_facts` answer ``facts`` for every device: offline compilation for an absent GPU.
+
+    In this thread only: others may launch kernels meanwhile.
+    """
+    thread = threading.get_ident()
+    before = _pretended.get(thread)
+    _pretended[thread] = facts
     try:
         yield
     finally:
-        _pretended = before
+        if before is None:
+            del _pretended[thread]
+        else:
+            _pretended[thread] = before
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -23,18 +23,23 @@ def threshold_and_scale(p: float) -> tuple[int, float]:
 
     For p = 1 the scale is 0: all that is finite is dropped, exactly.
     """
+    if p == 0.0:
+        return 0, 1.0
     return min(int(p * 2**31), 2**31 - 1), 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 
 
-def keep_scale(seed: torch.Tensor, rows: int, width: int, p: float) -> torch.Tensor:
+def keep_scale(seed: torch.Tensor, rows: int | torch.Tensor, width: int, p: float) -> torch.Tensor:
     """(rows, width) float32: 1 / (1 - p) where an element is kept and 0 where it is dropped.
+
+    ``rows``: how many, or which (int64 indices).
 
     The definition that :mod:`fusedops.kernels.dropout` computes in kernels, bit for bit.
     """
     device = seed.device
-    row = torch.arange(rows, device=device)[:, None]
-    quad = torch.arange(-(-width // 4), device=device)[None, :]
-    counter = [quad.expand(rows, -1), (row & _WORD).expand(-1, quad.shape[1]), (row >> 32).expand(-1, quad.shape[1])]
+    row = (rows if isinstance(rows, torch.Tensor) else torch.arange(rows, device=device))[:, None]
+    quads = -(-width // 4)
+    quad = torch.arange(quads, device=device)[None, :].expand(row.shape[0], -1)
+    counter = [quad, (row & _WORD).expand(-1, quads), (row >> 32).expand(-1, quads)]
     counter.append(torch.zeros_like(counter[0]))
     words = torch.stack(_philox(counter, seed & _WORD, (seed >> 32) & _WORD), dim=-1)
     threshold, scale = threshold_and_scale(p)

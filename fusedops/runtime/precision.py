@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from fusedops.runtime.checks import wrong_type, wrong_value
-from fusedops.runtime.device import device_facts
+from fusedops.runtime.device import device_facts, pretending
+
+# Whether autocast is on for any kind of device: cheaper than to ask for one, by name.
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -13,6 +16,8 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
 
     As torch's: autocast leaves float64 alone.
     """
+    if not (torch.compiler.is_compiling() or _any_autocast()):
+        return tensor.dtype
     kind = tensor.device.type
     if tensor.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -25,7 +30,8 @@ def tf32_allowed(tensor: torch.Tensor) -> bool:
     The setting is ``torch.backends.cuda.matmul.fp32_precision`` (before torch 2.9: ``allow_tf32``), which
     ``torch.set_float32_matmul_precision`` writes too. It concerns CUDA tensors.
     """
-    return tensor.is_cuda and tensor.dtype == torch.float32 and _tf32_setting()
+    # What is compiled for an absent GPU is made from tensors that lie on none.
+    return tensor.dtype == torch.float32 and (tensor.is_cuda or pretending()) and _tf32_setting()
 
 
 def _tf32_setting() -> bool:
@@ -69,7 +75,7 @@ def check_precision(function: str, value: str | None) -> None:
 
 def dot_precision(tensor: torch.Tensor, precision: str) -> str:
     """``input_precision`` of a ``tl.dot`` on this tensor: ``precision`` where the device has TF32, else ``ieee``."""
-    return precision if device_facts(tensor.device).capability >= 80 else "ieee"
+    return precision if precision == "ieee" or device_facts(tensor.device).capability >= 80 else "ieee"
 
 
 def input_precision(tensor: torch.Tensor, allow_tf32: bool | None = None) -> str:

@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops.attention import autograd
 
-_OPERATORS = {autograd.attention_op: autograd._attention, autograd.attention_backward_op: autograd._attention_backward}
+_OPERATORS = {
+    autograd.attention_op.overload: autograd._attention,
+    autograd.attention_backward_op.overload: autograd._attention_backward,
+}
 
 
 class Watch(TorchDispatchMode):

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.attention.tuning import DEFAULTS, PASSES, SPACE, AttentionProblem, default_config, prune, too_small
+from fusedops.attention.tuning import (
+    ATTENTION,
+    DEFAULTS,
+    PASSES,
+    SPACE,
+    AttentionConfig,
+    AttentionProblem,
+    default_config,
+    prune,
+    serves_queries,
+    too_small,
+)
 from fusedops.runtime.device import INTERPRETER, TARGETS, DeviceFacts, pretend
 
 UNKNOWN = [
@@ -22,11 +33,11 @@ DEVICES = [*TARGETS.values(), *UNKNOWN, INTERPRETER]
 
 
 def problems():
-    for kernel, d, dv, rows, keys, itemsize, causal, modified in itertools.product(
-        PASSES, (1, 40, 64, 128, 192, 256), (16, 128, 256), (1, 50, 2048), (1, 2048), (2, 4), (False, True),
-        (False, True),
+    for kernel, d, dv, rows, keys, dtype, causal, features in itertools.product(
+        PASSES, (1, 40, 64, 128, 192, 256), (16, 128, 256), (1, 50, 2048), (1, 2048), ("bfloat16", "float32"),
+        (False, True), ("", "mask"),
     ):  # fmt: skip
-        yield AttentionProblem.of(kernel, d, dv, rows, keys, itemsize, causal, modified)
+        yield AttentionProblem.of(kernel, d, dv, rows, keys, dtype=dtype, causal=causal, features=features)
 
 
 @pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")
@@ -35,11 +46,39 @@ def test_every_problem_has_a_configuration_that_fits(facts):
         if too_small(facts, problem.block_dk, problem.block_dv, problem.itemsize):
             continue
         config = default_config(problem, facts)
+        assert ATTENTION.unfit(config, problem, facts) is None, (problem, config)
         assert config.shared_memory(problem, facts) <= facts.shared_memory, (problem, config)
         assert config.num_warps * facts.warp_size <= 1024
         assert config.block_m >= 16
         assert config.block_n >= 16
         assert config == default_config(problem, facts)
+
+
+@pytest.mark.parametrize("facts", [*TARGETS.values(), INTERPRETER], ids=lambda f: f.arch)
+def test_a_default_for_keys_serves_queries_too(facts):
+    """Few tiles: one launch for all gradients, with the configuration of the gradients of keys and values."""
+    for problem in {*problems()}:
+        if problem.kernel == "backward_kv" and not too_small(
+            facts, problem.block_dk, problem.block_dv, problem.itemsize
+        ):
+            config = default_config(problem, facts)
+            assert serves_queries(config, problem._replace(kernel="backward_q"), facts), (problem, config)
+
+
+def test_a_configuration_for_keys_that_does_not_fit_serves_no_queries():
+    keys = AttentionProblem.of("backward_kv", 128, 128, 256, 256)
+    large, facts = AttentionConfig(16, 64, 8, 4), TARGETS["sm_86"]
+    assert ATTENTION.unfit(large, keys, facts) is None
+    assert not serves_queries(large, keys._replace(kernel="backward_q"), facts)
+
+
+def test_modified():
+    """What is done to every score decides between the tables' two columns; what ends or adds to a row does not."""
+    modify = {"softcap", "dropout", "mask", "bool_mask", "alibi", "score_mod", "mask_mod"}
+    for features, modified in [("", False), ("sinks", False), ("packed", False), ("sinks+packed", False)] + [
+        (f"{name}+sinks", True) for name in modify
+    ]:
+        assert AttentionProblem.of("forward", 64, 64, 64, 64, features=features).modified == modified, features
 
 
 @pytest.mark.parametrize("arch", DEFAULTS)

@@ -47,7 +47,7 @@ def _forward(
 def _tiled(tiled_config):
     from fusedops.runtime.device import device_facts
 
-    return lambda problem, device, default_config: tiled_config(problem, device_facts(device))
+    return lambda operator, problem, device: tiled_config(problem, device_facts(device))
 
 
 def _torch(sizes: Sizes, dtype: torch.dtype, activation: str | None) -> Callable[[], object]:

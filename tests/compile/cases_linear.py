@@ -27,7 +27,7 @@ def _with_tiles(call: Callable[[], object]) -> Callable[[], object]:
         from fusedops.linear import kernels_common
         from fusedops.linear.tuning import tiled_config
 
-        def resolve(problem: Any, device: torch.device, _: object) -> Any:
+        def resolve(operator: Any, problem: Any, device: torch.device) -> Any:
             return tiled_config(problem, device_facts(device))
 
         with mock.patch.object(kernels_common, "resolve", resolve):

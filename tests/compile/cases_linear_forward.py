@@ -10,6 +10,7 @@ import torch
 from fusedops.linear.tuning import LinearConfig, LinearProblem
 from fusedops.linear.tuning_skinny import skinny_config
 from fusedops.runtime.device import TARGETS, device_facts
+from fusedops.runtime.launch import DTYPE_NAMES
 from tests.harness.compile import KINDS, TABLES, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -70,7 +71,7 @@ def _skinny(
 
     def call() -> None:
         problem = LinearProblem.of(
-            "forward", *sizes, itemsize=x.element_size(), precision=precision, aligned=aligned(x) and aligned(w)
+            "forward", *sizes, dtype=DTYPE_NAMES[x.dtype], precision=precision, aligned=aligned(x) and aligned(w)
         )
         config = skinny_config(problem, device_facts(x.device))
         skinny_forward(*arguments, precision, replace(config, splits=splits or config.splits))

@@ -79,10 +79,14 @@ def cache_folder() -> Path:
 
 
 def compiling_environment() -> dict[str, str]:
-    """The environment of a process that compiles kernels: none that interprets them, and the cache that stays."""
+    """The environment of a process that compiles kernels: none that interprets them, and the cache that stays.
+
+    The default configurations are compiled; those that are shipped or stored have tests of their own.
+    """
     left_out = ("TRITON_INTERPRET", "FUSEDOPS_BACKEND")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**environment, "TRITON_CACHE_DIR": str(cache_folder() / "triton"), "OMP_NUM_THREADS": "1"}
+    here = {"TRITON_CACHE_DIR": str(cache_folder() / "triton"), "OMP_NUM_THREADS": "1", "FUSEDOPS_AUTOTUNE": "off"}
+    return {**environment, **here}
 
 
 def remember_tools() -> None:

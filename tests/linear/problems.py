@@ -110,7 +110,7 @@ def use_config(monkeypatch, kernel="tiled", **fields):
     from fusedops.linear.tuning import TORCH, prune, tiled_config
     from fusedops.linear.tuning_skinny import skinny_config
 
-    def chosen(problem, device, default_config):
+    def chosen(operator, problem, device):
         facts = fusedops.runtime.device.device_facts(device)
         config = tiled_config(problem, facts)
         wanted = {"torch": TORCH, "skinny": skinny_config(problem, facts)}.get(kernel, replace(config, kernel=kernel))

@@ -91,7 +91,7 @@ def use_config(monkeypatch, kernel="tiled", **fields):
 
     problems = []
 
-    def chosen(problem, device, default_config):
+    def chosen(operator, problem, device):
         problems.append(problem)
         if kernel == "torch":
             return TORCH
@@ -683,14 +683,14 @@ def test_every_problem_has_a_configuration_that_fits():
     from fusedops.runtime.device import INTERPRETER, TARGETS, DeviceFacts
 
     unknown = DeviceFacts("nvidia", "sm_90", "with little", 132, 49152)
-    kinds = [(2, "ieee"), (4, "ieee"), (4, "tf32"), (4, "tf32x3")]
+    kinds = [("float16", "ieee"), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3")]
     sizes = (0, 1, 16, 33, 100, 50257)
     for facts in (*TARGETS.values(), unknown, INTERPRETER):
-        for (rows, cols), depth, (itemsize, precision), aligned, torch_serves in itertools.product(
+        for (rows, cols), depth, (dtype, precision), aligned, torch_serves in itertools.product(
             itertools.product(sizes, sizes), (0, 64, 4096), kinds, (True, False), (True, False)
         ):
             problem = GatedProblem.of(
-                rows, cols, depth, itemsize=itemsize, precision=precision, aligned=aligned, torch_serves=torch_serves
+                rows, cols, depth, dtype=dtype, precision=precision, aligned=aligned, torch_serves=torch_serves
             )
             config = default_config(problem, facts)
             if config.kernel == "torch":
@@ -720,5 +720,5 @@ def test_torchs_products_where_the_saving_is_small_beside_the_product():
     depths = [2**i for i in range(5, 15)]
     saving = [sum(kernel(8192, depth, keeps=keeps) == "tiled" for depth in depths) for keeps in (False, True)]
     assert saving[0] > saving[1]  # where the backward wants the pre-activations, fusing saves less
-    problem = GatedProblem.of(512, 512, 512, itemsize=4, precision="tf32x3", torch_serves=False)
+    problem = GatedProblem.of(512, 512, 512, dtype="float32", precision="tf32x3", torch_serves=False)
     assert "precision" in prune(TORCH, problem, TARGETS["sm_90"])

@@ -319,8 +319,8 @@ def test_transposed_weights_are_not_copied_and_their_gradient_lies_as_they_do(ke
 def test_any_configuration_gives_the_result(kernel_runner, monkeypatch, kind, config):
     from fusedops.linear import kernels_grouped
 
-    def chosen(problem, device, default):
-        return replace(default(problem, device_facts(device)), **config)
+    def chosen(operator, problem, device):
+        return replace(operator.default(problem, device_facts(device)), **config)
 
     monkeypatch.setattr(kernels_grouped, "resolve", chosen)
     check(kind, tensors(kind, kernel_runner, 37, 2, 34, 40, torch.bfloat16), "gelu", [20, 35])
@@ -739,17 +739,17 @@ DEVICES = [
 
 @pytest.mark.parametrize("facts", DEVICES, ids=lambda f: f"{f.arch}_{f.shared_memory}")
 def test_every_problem_has_a_configuration_that_fits(facts):
-    for product, groups, rows, cols, depth, (itemsize, precision), equal, aligned in itertools.product(
+    for product, groups, rows, cols, depth, (dtype, precision), equal, aligned in itertools.product(
         ("rows", "weights"),
         (1, 8, 256),
         (0, 1, 16, 33, 64, 1024, 65536),
         (1, 64, 100, 4096),
         (1, 14336),
-        ((2, "ieee"), (4, "ieee"), (4, "tf32"), (4, "tf32x3")),
+        (("bfloat16", "ieee"), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3")),
         (True, False),
         (True, False),
     ):
-        options = {"itemsize": itemsize, "precision": precision, "equal": equal, "aligned": aligned}
+        options = {"dtype": dtype, "precision": precision, "equal": equal, "aligned": aligned}
         problem = GroupedProblem.of(product, groups, rows, cols, depth, **options)
         config = default_config(problem, facts)
         assert config.shared_memory(problem) <= facts.shared_memory, (problem, config)
@@ -781,9 +781,10 @@ def test_small_groups_get_thin_tiles_and_large_ones_large():
 
 
 def test_near_sizes_are_one_problem():
-    a, b = (GroupedProblem.of("rows", 8, rows, 768, 3072) for rows in (1025, 2000))
-    assert a == b
-    assert a != GroupedProblem.of("rows", 8, 1000, 768, 3072)
+    a, b, c = (GroupedProblem.of("rows", 8, rows, 768, 3072) for rows in (1025, 1500, 1537))
+    assert a == b != c
+    assert a != GroupedProblem.of("rows", 8, 1025, 769, 3072)
+    assert GroupedProblem.of("weights", 8, 768, 3072, 1025).depth == 1536  # here the rows are summed over
 
 
 def test_prune_names_what_does_not_fit():
@@ -792,7 +793,7 @@ def test_prune_names_what_does_not_fit():
     assert prune(config, problem, facts) is None
     assert "shared memory" in prune(config, problem, TARGETS["sm_86"])
     assert "sums a thread" in prune(replace(config, num_warps=4), problem, facts)
-    assert "padding" in prune(config, replace(problem, rows=32), facts)
+    assert "padding" in prune(config, problem._replace(rows=32), facts)
     assert "threads" in prune(replace(config, num_warps=32), problem, TARGETS["gfx950"])
 
 

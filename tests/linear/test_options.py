@@ -138,7 +138,9 @@ def test_recomputing_asks_for_the_configuration_of_the_forward(kernel_runner, mo
     problems = []
     resolve = kernels_common.resolve
     monkeypatch.setattr(
-        kernels_common, "resolve", lambda problem, *rest: problems.append(problem) or resolve(problem, *rest)
+        kernels_common,
+        "resolve",
+        lambda operator, problem, device: problems.append(problem) or resolve(operator, problem, device),
     )
     leaves = tensors(kernel_runner, (9, 20), 12)
     residual = torch.randn(9, 12, device=kernel_runner.device)

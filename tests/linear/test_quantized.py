@@ -24,6 +24,8 @@ from fusedops.linear.tuning_quantized import (
     QuantizedProblem,
     default_fp8_config,
     default_quantized_config,
+    prune_fp8,
+    prune_quantized,
     sums_in_float32,
 )
 from fusedops.runtime.backend import HAS_TRITON, float8_reasons
@@ -354,8 +356,8 @@ def test_any_configuration_gives_the_result(kernel_runner, monkeypatch, config, 
 def use_config(monkeypatch, **fields):
     from fusedops.linear import kernels_quantized
 
-    def chosen(problem, device, default_config):
-        return replace(default_config(problem, device_facts(device)), **fields)
+    def chosen(operator, problem, device):
+        return replace(operator.default(problem, device_facts(device)), **fields)
 
     monkeypatch.setattr(kernels_quantized, "resolve", chosen)
 
@@ -650,17 +652,21 @@ def test_every_problem_has_a_configuration_that_fits(facts):
 
     sizes = ((0, 1, 16, 100, 5000), (0, 33, 64, 5000), (0, 63, 4096))
     for (m, n, k), aligned in itertools.product(itertools.product(*sizes), (True, False)):
-        for step, bits, itemsize, precision in itertools.product((k, 16, 48, 128), (8, 4), (2, 4), ("ieee", "tf32")):
+        kinds = ("float16", "float32"), ("ieee", "tf32")
+        for group, bits, dtype, precision in itertools.product((0, 16, 48, 128), (8, 4), *kinds):
             problem = QuantizedProblem.of(
-                m, n, k, step=step, bits=bits, itemsize=itemsize, precision=precision, aligned=aligned
+                m, n, k, group=group, bits=bits, dtype=dtype, precision=precision, aligned=aligned
             )
             config = default_quantized_config(problem, facts)
-            fits(config, (itemsize, 1))
+            fits(config, (problem.itemsize, 1))
+            assert prune_quantized(config, problem, facts) is None, (problem, config)
             assert 1 <= config.splits <= 32
             assert problem.step < 16 or problem.step % config.depth == 0
         if multiplies_fp8(facts):
             for exact in {False, not sums_in_float32(facts)}:
-                config = default_fp8_config(Fp8Problem.of(m, n, k, aligned=aligned, exact=exact), facts)
+                fp8 = Fp8Problem.of(m, n, k, aligned=aligned, exact=exact)
+                config = default_fp8_config(fp8, facts)
+                assert prune_fp8(config, fp8, facts) is None, (fp8, config)
                 fits(config, (1, 1))
                 assert config.depth >= 32
 
@@ -672,9 +678,9 @@ def multiplies_fp8(facts):
 
 def test_few_rows_of_a_narrow_weight_are_split():
     facts = TARGETS["sm_90"]
-    narrow = default_quantized_config(QuantizedProblem.of(1, 4096, 4096, step=128, bits=4), facts)
-    wide = default_quantized_config(QuantizedProblem.of(1, 2**17, 4096, step=128, bits=4), facts)
-    many = default_quantized_config(QuantizedProblem.of(4096, 4096, 4096, step=128, bits=4), facts)
+    narrow = default_quantized_config(QuantizedProblem.of(1, 4096, 4096, group=128, bits=4), facts)
+    wide = default_quantized_config(QuantizedProblem.of(1, 2**17, 4096, group=128, bits=4), facts)
+    many = default_quantized_config(QuantizedProblem.of(4096, 4096, 4096, group=128, bits=4), facts)
     assert narrow.splits > 1
     assert wide.splits == many.splits == 1
     assert set(DEFAULTS) >= {"sm_75", "sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"}

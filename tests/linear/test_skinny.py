@@ -107,13 +107,13 @@ SIZES += [(16, 64, 1 << 20)]
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("M", "N", "K"), SIZES, ids=str)
-@pytest.mark.parametrize(("itemsize", "precision"), [(2, "ieee"), (4, "ieee"), (4, "tf32")])
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "ieee"), ("float32", "ieee"), ("float32", "tf32")])
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-def test_the_default_fits_and_occupies_the_device(target, M, N, K, itemsize, precision, aligned):
+def test_the_default_fits_and_occupies_the_device(target, M, N, K, dtype, precision, aligned):
     facts = TARGETS[target]
-    problem = LinearProblem.of("forward", M, N, K, itemsize=itemsize, precision=precision, aligned=aligned)
+    problem = LinearProblem.of("forward", M, N, K, dtype=dtype, precision=precision, aligned=aligned)
     config = skinny_config(problem, facts)
-    step = (config.rows + config.cols) * config.depth * itemsize
+    step = (config.rows + config.cols) * config.depth * problem.itemsize
     assert config.num_stages * step <= facts.shared_memory
     assert config.rows >= M
     programs = problem.cols // config.cols * config.splits

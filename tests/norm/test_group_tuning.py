@@ -6,7 +6,14 @@ import itertools
 
 import pytest
 
-from fusedops.norm.tuning import GroupNormProblem, default_group_config, group_held, group_space, prune_group
+from fusedops.norm.tuning import (
+    GROUP_NORM,
+    GroupNormProblem,
+    default_group_config,
+    group_held,
+    group_space,
+    prune_group,
+)
 from fusedops.runtime.device import INTERPRETER, TARGETS
 
 PROBLEMS = [
@@ -22,7 +29,7 @@ def test_the_default_is_never_pruned(device):
     facts = TARGETS.get(device, INTERPRETER)
     for problem in PROBLEMS:
         config = default_group_config(problem, facts)
-        assert prune_group(config, problem, facts) is None, (problem, config)
+        assert GROUP_NORM.unfit(config, problem, facts) is None, (problem, config)
         assert config.looped == (config.block_c < problem.channels or config.block_s < problem.spatial)
         # A tile is a power of two of at least a group's size, or of at most what a program holds.
         assert config.block_n * config.block_c * config.block_s <= max(1024, group_held(problem))
@@ -40,3 +47,4 @@ def test_pruning_says_why():
     assert None in reasons
     assert "the tile is smaller than the group" in reasons
     assert "more than 16384 elements held in registers" in reasons
+    assert "more than 128 elements held in a thread's registers" in reasons

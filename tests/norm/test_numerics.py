@@ -107,10 +107,8 @@ def test_a_width_that_float32_does_not_hold(kernel_runner, monkeypatch):
     """The last block has one element: float32(2²⁴ + 1) - 2²⁴ would count none."""
     width = 2**24 + 1
     if kernel_runner.name == "interpreter":  # whose cost is an operation's, whatever the block
-        config = kernels_forward.default_config
-        monkeypatch.setattr(
-            kernels_forward, "default_config", lambda *a: dataclasses.replace(config(*a), block_n=2**20)
-        )
+        resolve = kernels_forward.resolve
+        monkeypatch.setattr(kernels_forward, "resolve", lambda *a: dataclasses.replace(resolve(*a), block_n=2**20))
     x = torch.randn(1, width, dtype=torch.bfloat16, device=kernel_runner.device)
     ours = fusedops.layer_norm(x, width)
     torch.testing.assert_close(ours, F.layer_norm(x, (width,)), rtol=2**-7, atol=1e-6)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fusedops.norm.tuning import NormConfig, NormProblem, default_config, held, norm_space, prune
+from fusedops.norm.tuning import NORM, NormConfig, NormProblem, default_config, held, norm_space, prune
 from fusedops.runtime.device import INTERPRETER, TARGETS
 
 WIDTHS = (1, 16, 64, 100, 256, 1000, 4096, 8192, 8193, 16384, 32768, 32769, 262144, 2**30)
@@ -21,7 +21,7 @@ PROBLEMS = [
 def test_defaults_can_serve_every_problem(facts):
     for problem in PROBLEMS:
         config = default_config(problem, facts)
-        assert prune(config, problem, facts) is None or facts is INTERPRETER, problem
+        assert NORM.unfit(config, problem, facts) is None, problem
         assert config.looped or config.block_n >= problem.width
         assert config.num_ctas == 1
         assert config.looped == (max(16, problem.width) > held(problem)), problem
@@ -49,6 +49,8 @@ def test_rows_up_to_64_kb_are_held_by_the_forward():
         ({"block_n": 64}, NormProblem(100, 2, "forward"), "sm_90", "narrower than the row"),
         ({"num_warps": 32}, NormProblem(4096, 2, "forward"), "gfx942", "more than 1024 threads"),
         ({"block_m": 8}, NormProblem(4096, 2, "backward"), "sm_90", "elements held"),
+        ({"num_warps": 1}, NormProblem(8192, 2, "forward"), "sm_90", "more than 128 elements held in a thread"),
+        ({"num_warps": 2}, NormProblem(8192, 2, "backward"), "sm_90", "more than 64 elements held in a thread"),
         ({"num_stages": 2}, NormProblem(4096, 2, "forward"), "sm_90", "one step"),
         ({"num_ctas": 2}, NormProblem(16384, 2, "backward"), "sm_80", "clusters of blocks begin with sm_90"),
         ({"num_ctas": 2}, NormProblem(16384, 2, "backward"), "gfx942", "clusters of blocks begin with sm_90"),
