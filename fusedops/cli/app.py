@@ -7,8 +7,11 @@ from typing import Annotated
 import typer
 
 import fusedops
+from fusedops.cli.autotune import autotune
+from fusedops.cli.cache import cache
 from fusedops.cli.demo import demo
 from fusedops.cli.doctor import doctor
+from fusedops.cli.record import record
 
 app = typer.Typer(
     help="Fused GPU operators for PyTorch, written in Triton.",
@@ -36,3 +39,6 @@ def _options(
 
 app.command()(doctor)
 app.command()(demo)
+app.command()(autotune)
+app.command(context_settings={"ignore_unknown_options": True})(record)
+app.add_typer(cache, name="cache")

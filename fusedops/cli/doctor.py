@@ -173,8 +173,11 @@ def _check(call: SampleCall) -> str:
 def _settings() -> dict[str, dict[str, Any]]:
     """Each variable's value in force, and whether the environment sets it."""
     report = {}
+    resolved = {"cache_dir": SETTINGS.cache_path(), "record_file": SETTINGS.record_path()}
     for field, variable in VARIABLES.items():
-        value = SETTINGS.cache_path() if field == "cache_dir" else getattr(SETTINGS, field)
+        value = resolved.get(field, getattr(SETTINGS, field))
+        if isinstance(value, tuple):
+            value = os.pathsep.join(map(str, value))
         value = str(value) if isinstance(value, Path) else value
         report[variable] = {"value": value, "set": bool(os.environ.get(variable, "").strip())}
     return report

@@ -74,6 +74,14 @@ def test_on_a_cpu_torch_runs_and_the_reason_is_told() -> None:
         assert any("CPU" in reason for reason in entry["reasons"])
 
 
+def test_the_settings_are_those_in_force(tmp_path: Path) -> None:
+    _, found = in_process(FUSEDOPS_CONFIG_PATH=os.pathsep.join(["/a.json", "/b"]), FUSEDOPS_CACHE_DIR=str(tmp_path))
+    settings = found["settings"]
+    assert settings["FUSEDOPS_CONFIG_PATH"] == {"value": os.pathsep.join(["/a.json", "/b"]), "set": True}
+    assert settings["FUSEDOPS_RECORD_FILE"] == {"value": str(tmp_path / "recorded.jsonl"), "set": False}
+    assert settings["FUSEDOPS_AUTOTUNE"]["value"] == "cached"
+
+
 def test_works_without_triton() -> None:
     code, found = in_process("sys.modules['triton'] = None")
     assert code == 0

@@ -1,0 +1,454 @@
+"""``fusedops autotune``: search launch configurations once, for this GPU or for one that is not here."""
+
+from __future__ import annotations
+
+import importlib
+import json as json_module
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from fusedops.cli.devices import facts_named
+from fusedops.cli.durations import human, seconds
+from fusedops.cli.output import fail, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from fusedops.autotune.record import Recorded
+    from fusedops.autotune.search import Progress, Result
+    from fusedops.runtime.device import DeviceFacts
+
+_DTYPES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16",
+    "fp32": "float32", "float32": "float32",
+}  # fmt: skip
+
+
+def autotune(
+    op: Annotated[
+        list[str] | None, typer.Option("--op", help="Only this operator: norm, linear, attention, … Repeatable.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="A module:factory that returns a model, or a pair (model, inputs). It is patched and run forward and"
+            " backward once; what it meets is searched.",
+        ),
+    ] = None,
+    hf: Annotated[
+        Path | None,
+        typer.Option("--hf", help="A Hugging Face config.json: the problems of such a model. Loads nothing."),
+    ] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="A file that fusedops record wrote (JSON lines).")
+    ] = None,
+    shapes: Annotated[
+        Path | None, typer.Option("--shapes", help="A YAML or JSON file with a list of operators and sizes.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of --hf and the usual models: bf16, fp16 or fp32.")] = "bf16",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences a batch, for --hf and the usual models.")] = 8,
+    length: Annotated[
+        int | None, typer.Option("--length", min=1, help="Tokens a sequence; default: the model's own, at most 2048.")
+    ] = None,
+    inference: Annotated[bool, typer.Option("--inference", help="Forward passes only.")] = False,
+    budget: Annotated[
+        str | None, typer.Option("--budget", help="Time for all of it: 90s, 10m, 1h. Default: none.")
+    ] = None,
+    each: Annotated[str, typer.Option("--each", help="Time a problem, at most.")] = "20s",
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Candidates that are compiled at once; default: one a core."),
+    ] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Rank by compiled code and a roofline model; needs --target and no GPU.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option("--target", help="The GPU to rank for: H100, RTX 4090, sm_90, and others.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Search what has been searched before, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be searched, and stop.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object when it is done.")] = False,
+) -> None:
+    """Search the fastest launch configuration of each problem, once for this GPU, and store it.
+
+    Without --model, --hf, --from or --shapes: the problems of GPT-2, BERT, Llama-3-8B and ViT-L.
+
+    What is found is stored after every problem: after Ctrl-C, or at the budget's end, the same command goes on where it
+    stopped.
+    """
+    budget_s = None if budget is None else seconds(budget)
+    each_s = seconds(each)
+    if dtype.lower() not in _DTYPES:
+        raise typer.BadParameter(f"--dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+    if offline != (target is not None):
+        raise typer.BadParameter("--offline and --target go together: a GPU that is here is searched, not ranked for")
+    if sum(source is not None for source in (model, hf, from_, shapes)) > 1:
+        raise typer.BadParameter("one of --model, --hf, --from and --shapes, not several")
+    try:
+        facts = facts_named(target)
+    except (ValueError, RuntimeError) as error:
+        raise fail(str(error)) from None
+    ask = _Asked(facts, _DTYPES[dtype.lower()], batch, length, not inference, offline)
+    problems = _problems(ask, op, model, hf, from_, shapes)
+    if not problems:
+        raise fail("there is nothing to search: no problem was met, or --op leaves none")
+    if dry_run:
+        _print_plan(problems, facts, json)
+        return
+    begin = time.monotonic()
+    interrupted = False
+    results: list[Result] = []
+    with _reporter(len(problems), json) as reporter:
+        try:
+            if offline:
+                _offline(problems, ask, budget_s, jobs, again, reporter, results)
+            else:
+                _search(problems, budget_s, each_s, jobs, again, reporter, results)
+        except KeyboardInterrupt:
+            interrupted = True
+        except RuntimeError as error:
+            raise fail(str(error)) from None
+    _summary(results, len(problems), facts, time.monotonic() - begin, interrupted, json)
+    if interrupted:
+        raise typer.Exit(130)
+    # What the budget did not reach is no failure: the same command goes on there.
+    if any(result.entry is None and "budget" not in (result.refused or "") for result in results):
+        raise typer.Exit(1)
+
+
+class _Asked(NamedTuple):
+    facts: DeviceFacts
+    dtype: str
+    batch: int
+    length: int | None
+    training: bool
+    offline: bool
+
+
+def _problems(
+    ask: _Asked, ops: list[str] | None, model: str | None, hf: Path | None, from_: Path | None, shapes: Path | None
+) -> list[Recorded]:
+    from fusedops.autotune import workloads
+    from fusedops.autotune.operator import operator_named
+    from fusedops.autotune.record import distinct, read_recorded
+
+    try:
+        for name in ops or ():
+            operator_named(name)
+        sizes: dict[str, Any] = {"dtype": ask.dtype, "batch": ask.batch, "length": ask.length, "training": ask.training}
+        if model is not None:
+            found = _of_model(model, ask)
+        elif hf is not None:
+            found = distinct(workloads.of_config(_json(hf), ask.facts, **sizes))
+        elif from_ is not None:
+            found, wrong = read_recorded(from_)
+            for message in wrong:
+                stderr().print(f"left out: {escape(message)}", soft_wrap=True)
+        elif shapes is not None:
+            found = distinct(workloads.of_shapes(_yaml(shapes), ask.facts))
+        else:
+            found = distinct(workloads.usual(ask.facts, **sizes))
+    except (ValueError, TypeError) as error:
+        raise fail(str(error)) from None
+    except OSError as error:
+        raise fail(f"{error.filename}: {error.strerror}") from None
+    possible = []
+    for item in found:
+        impossible = item.operator.impossible(item.problem, ask.facts)
+        if impossible is not None:
+            problem = item.operator.key(item.problem)
+            stderr().print(escape(f"left out: {item.operator.name} {problem}: {impossible}"), soft_wrap=True)
+        elif not ops or item.operator.name in ops:
+            possible.append(item)
+    return possible
+
+
+def _of_model(name: str, ask: _Asked) -> list[Recorded]:
+    """What a factory's model meets; on CPU tensors whose launches are written down, where the GPU is not here."""
+    import torch
+
+    import fusedops
+    from fusedops.autotune.tuner import problems_of_model, tunable_device
+    from fusedops.inspection.offline import capture_launches
+    from fusedops.runtime.backend import backend
+
+    made = _factory(name)()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"--model: {name} must return a torch.nn.Module, or a pair (model, inputs); got {type(model).__name__}"
+        )
+    if inputs is None:
+        inputs = getattr(model, "dummy_inputs", None)
+        if inputs is None:
+            raise ValueError(f"--model: {name} returns a model alone; return a pair (model, inputs)")
+    model.train(ask.training)
+    fusedops.patch(model)
+    if ask.offline:
+        with backend("triton"), capture_launches(ask.facts):
+            return problems_of_model(model, inputs, training=ask.training)
+    from torch.utils._pytree import tree_map
+
+    device = tunable_device()
+    inputs = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, inputs)
+    return problems_of_model(model.to(device), inputs, training=ask.training)
+
+
+def _factory(name: str) -> Callable[[], Any]:
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"--model must be module:factory; got {name!r}")
+    sys.path.insert(0, "")  # as python -m has it
+    try:
+        value = importlib.import_module(module)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--model: {name}: {error}") from None
+    finally:
+        sys.path.remove("")
+    if not callable(value):
+        raise ValueError(f"--model: {name} must be callable; it is a {type(value).__name__}")
+    return value
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json_module.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _search(
+    problems: list[Recorded],
+    budget_s: float | None,
+    each_s: float,
+    jobs: int | None,
+    again: bool,
+    reporter: _Reporter,
+    results: list[Result],
+) -> None:
+    from fusedops.autotune.tuner import tune
+
+    def found(result: Result) -> None:
+        results.append(result)
+        reporter.found(result)
+
+    tune(
+        problems,
+        budget_s=budget_s,
+        key_budget_s=each_s,
+        jobs=jobs,
+        again=again,
+        progress=reporter.progress,
+        found=found,
+    )
+
+
+def _offline(
+    problems: list[Recorded],
+    ask: _Asked,
+    budget_s: float | None,
+    jobs: int | None,
+    again: bool,
+    reporter: _Reporter,
+    results: list[Result],
+) -> None:
+    from fusedops.autotune.entries import mismatches
+    from fusedops.autotune.identity import Identity
+    from fusedops.autotune.lookup import store
+    from fusedops.autotune.offline import rank
+    from fusedops.autotune.search import Result
+    from fusedops.autotune.tuner import keep
+
+    identity = Identity.of(ask.facts)
+    left = []
+    for item in problems:
+        known = store().get(identity, item.operator.name).get(item.operator.key(item.problem))
+        if known is not None and not mismatches(known, item.operator) and not again:
+            results.append(Result.kept(item.operator, item.problem, known))
+        else:
+            left.append(item)
+
+    def found(result: Result) -> None:
+        results.append(result)
+        keep(identity, [result])
+        reporter.found(result)
+
+    rank(left, ask.facts, budget_s=budget_s, jobs=jobs, progress=reporter.progress, found=found)
+
+
+def _print_plan(problems: list[Recorded], facts: DeviceFacts, json: bool) -> None:
+    from fusedops.autotune.lookup import look_up
+    from fusedops.autotune.search import candidates
+
+    rows = []
+    for operator, problem, _ in problems:
+        found = look_up(operator, problem, facts)
+        rows.append(
+            {
+                "op": operator.name,
+                "problem": operator.key(problem),
+                "served_by": found.source,
+                "tuned": found.tuned,
+                "candidates": len(candidates(operator, problem, facts)[0]),
+            }
+        )
+    if json:
+        print_json({"device": facts.name, "problems": rows})
+        return
+    table = Table("operator", "problem", "served now by", "candidates", title=f"On {facts.name}", title_justify="left")
+    for row in rows:
+        served = escape(str(row["served_by"])) + (" (searched)" if row["tuned"] else "")
+        table.add_row(str(row["op"]), escape(str(row["problem"])), served, str(row["candidates"]))
+    stdout().print(table)
+    todo = sum(not row["tuned"] for row in rows)
+    stdout().print(f"{todo} of {len(rows)} problems have not been searched. Nothing was done.")
+
+
+class _Reporter:
+    """A table that follows the search on a terminal; a line a problem elsewhere."""
+
+    def __init__(self, count: int, live: Live | None) -> None:
+        self._count, self._live = count, live
+        self._began = time.monotonic()
+        self._done: list[Result] = []
+        self._now: Progress | None = None
+        self._drawn = 0.0
+
+    def progress(self, event: Progress) -> None:
+        self._now = event
+        # Compiling threads report many times a second.
+        if self._live is not None and time.monotonic() - self._drawn > 0.1:
+            self._draw()
+
+    def found(self, result: Result) -> None:
+        self._done.append(result)
+        if self._live is not None:
+            self._draw()
+        else:
+            stderr().print(f"[{len(self._done)}/{self._count}] {escape(_line(result))}", soft_wrap=True)
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        self._drawn = time.monotonic()
+        table = Table("operator", "problem", "compiled", "pruned", "timed", "best", "gain", "left")
+        for result in self._done[-8:]:
+            table.add_row(*_row(result))
+        event = self._now
+        if event is not None and event.stage != "done":
+            gain = f"{event.default / event.best:.2f}×" if event.best and event.default else "–"
+            left = human(event.seconds_left) if event.seconds_left else "–"
+            table.add_row(
+                event.op, escape(event.problem), f"{event.compiled}/{event.total}", str(event.pruned), str(event.timed),
+                human(event.best), gain, left, style="bold",
+            )  # fmt: skip
+        bar = ProgressBar(total=self._count, completed=len(self._done), width=40)
+        note = "" if event is None else f"{event.stage}: {event.note}" if event.note else event.stage
+        spent = human(time.monotonic() - self._began)
+        self._live.update(
+            Group(table, bar, f"{len(self._done)} of {self._count}, {spent}. {escape(note)}"), refresh=True
+        )
+
+
+@contextmanager
+def _reporter(count: int, json: bool) -> Iterator[_Reporter]:
+    console = stderr()
+    if json or not console.is_terminal:
+        yield _Reporter(count, None)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield _Reporter(count, live)
+
+
+def _counted(result: Result, *outcomes: str) -> int:
+    return sum(candidate.outcome in outcomes for candidate in result.candidates)
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    entry = result.entry
+    compiled = len(result.candidates) - _counted(result, "pruned")
+    best = human(entry.median) if entry is not None else "–"
+    return (
+        result.op, escape(result.problem), str(compiled), str(_counted(result, "pruned", "failed", "wrong")),
+        str(_counted(result, "timed", "estimated")), best, _gain(result), human(result.seconds),
+    )  # fmt: skip
+
+
+def _gain(result: Result) -> str:
+    entry = result.entry
+    if entry is None:
+        return result.refused or "–"
+    if entry.config == entry.default:
+        return "default"
+    if entry.median is None or entry.default_median is None:
+        return "by the model"
+    return f"{entry.default_median / entry.median:.2f}×"
+
+
+def _line(result: Result) -> str:
+    if result.entry is None:
+        return f"{result.op} {result.problem}: {result.refused}"
+    config = " ".join(f"{k}={v}" for k, v in result.entry.config.items() if v not in (False, "", None))
+    wrong = _counted(result, "wrong", "failed")
+    bad = f", {wrong} candidates failed or were wrong" if wrong else ""
+    return f"{result.op} {result.problem}: {config} ({human(result.entry.median)}, {_gain(result)}{bad})"
+
+
+def _summary(
+    results: list[Result], count: int, facts: DeviceFacts, spent: float, interrupted: bool, json: bool
+) -> None:
+    from fusedops.autotune.lookup import store
+
+    if json:
+        print_json(
+            {
+                "device": facts.name,
+                "seconds": round(spent, 3),
+                "interrupted": interrupted,
+                "results": [
+                    {
+                        "op": result.op,
+                        "problem": result.problem,
+                        "refused": result.refused,
+                        "complete": result.complete,
+                        "entry": None if result.entry is None else result.entry.to_json(),
+                    }
+                    for result in results
+                ],
+            }
+        )
+        return
+    console = stdout()
+    table = Table("operator", "problem", "tried", "pruned or bad", "kept", "time", "gain", "took")
+    for result in results:
+        table.add_row(*_row(result))
+    console.print(table)
+    found = [result for result in results if result.entry is not None]
+    faster = sum(r.entry is not None and r.entry.config != r.entry.default for r in found)
+    console.print(
+        f"{len(found)} of {count} problems have a configuration, {faster} of them another than the default; "
+        f"{human(spent)}. Stored in {store().folder}",
+        soft_wrap=True,
+    )
+    if interrupted or len(found) < count:
+        console.print("The same command goes on with what is left.")

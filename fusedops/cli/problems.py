@@ -1,0 +1,49 @@
+"""Problems as a person writes them on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fusedops.autotune.operator import Operator
+
+_WORDS = {"none": None, "yes": True, "true": True, "no": False, "false": False}
+
+
+def problem_of_words(operator: Operator, words: Iterable[str]) -> Any:
+    """The problem of ``name=value`` words, as :meth:`Operator.key` prints them; what is left out is as usual.
+
+    Raises:
+        ValueError: a word is none, or no problem has these fields; the message says what is taken.
+    """
+    kind = operator.problem
+    values: dict[str, Any] = {}
+    for word in (part for text in words for part in text.split()):
+        name, equals, value = word.partition("=")
+        if not equals or name not in kind._fields:
+            raise ValueError(
+                f"a problem of {operator.name} is name=value with names of {', '.join(kind._fields)}; got {word!r}"
+            )
+        values[name] = _value(value)
+    try:
+        problem = kind(**values)
+    except TypeError as error:
+        # Where the type has no defaults, what makes its problems has.
+        make = getattr(kind, "of", None)
+        missing = str(error).partition("argument")[2].lstrip("s: ")
+        if make is None or kind._field_defaults:
+            raise ValueError(f"a problem of {operator.name} needs {missing}") from None
+        try:
+            problem = make(**values)
+        except TypeError as other:
+            missing = str(other).partition("argument")[2].lstrip("s: ")
+            raise ValueError(f"a problem of {operator.name} needs {missing or other}") from None
+        except KeyError as other:
+            raise ValueError(f"a problem of {operator.name}: {other} is no name of a dtype") from None
+    return operator.problem_from_json(operator.problem_json(problem))
+
+
+def _value(text: str) -> Any:
+    if text.removeprefix("-").isdecimal():
+        return int(text)
+    return _WORDS.get(text, text)
