@@ -21,6 +21,7 @@ from rich.table import Table
 from fusedops.cli.devices import facts_named
 from fusedops.cli.durations import human, seconds
 from fusedops.cli.output import fail, print_json, stderr, stdout
+from fusedops.cli.problems import short
 
 if TYPE_CHECKING:
     from fusedops.autotune.record import Recorded
@@ -319,7 +320,7 @@ def _print_plan(problems: list[Recorded], facts: DeviceFacts, json: bool) -> Non
     table = Table("operator", "problem", "served now by", "candidates", title=f"On {facts.name}", title_justify="left")
     for row in rows:
         served = escape(str(row["served_by"])) + (" (searched)" if row["tuned"] else "")
-        table.add_row(str(row["op"]), escape(str(row["problem"])), served, str(row["candidates"]))
+        table.add_row(str(row["op"]), escape(short(str(row["problem"]))), served, str(row["candidates"]))
     stdout().print(table)
     todo = sum(not row["tuned"] for row in rows)
     stdout().print(f"{todo} of {len(rows)} problems have not been searched. Nothing was done.")
@@ -359,7 +360,7 @@ class _Reporter:
             gain = f"{event.default / event.best:.2f}×" if event.best and event.default else "–"
             left = human(event.seconds_left) if event.seconds_left else "–"
             table.add_row(
-                event.op, escape(event.problem), f"{event.compiled}/{event.total}", str(event.pruned), str(event.timed),
+                event.op, escape(short(event.problem)), f"{event.compiled}/{event.total}", str(event.pruned), str(event.timed),
                 human(event.best), gain, left, style="bold",
             )  # fmt: skip
         bar = ProgressBar(total=self._count, completed=len(self._done), width=40)
@@ -389,7 +390,7 @@ def _row(result: Result) -> tuple[str, ...]:
     compiled = len(result.candidates) - _counted(result, "pruned")
     best = human(entry.median) if entry is not None else "–"
     return (
-        result.op, escape(result.problem), str(compiled), str(_counted(result, "pruned", "failed", "wrong")),
+        result.op, escape(short(result.problem)), str(compiled), str(_counted(result, "pruned", "failed", "wrong")),
         str(_counted(result, "timed", "estimated")), best, _gain(result), human(result.seconds),
     )  # fmt: skip
 
@@ -407,11 +408,11 @@ def _gain(result: Result) -> str:
 
 def _line(result: Result) -> str:
     if result.entry is None:
-        return f"{result.op} {result.problem}: {result.refused}"
+        return f"{result.op} {short(result.problem)}: {result.refused}"
     config = " ".join(f"{k}={v}" for k, v in result.entry.config.items() if v not in (False, "", None))
     wrong = _counted(result, "wrong", "failed")
     bad = f", {wrong} candidates failed or were wrong" if wrong else ""
-    return f"{result.op} {result.problem}: {config} ({human(result.entry.median)}, {_gain(result)}{bad})"
+    return f"{result.op} {short(result.problem)}: {config} ({human(result.entry.median)}, {_gain(result)}{bad})"
 
 
 def _summary(

@@ -19,7 +19,7 @@ from fusedops.autotune.operator import Operator, operator_named, operators
 from fusedops.cli.devices import facts_named
 from fusedops.cli.durations import human, seconds
 from fusedops.cli.output import fail, human_bytes, print_json, stderr, stdout
-from fusedops.cli.problems import problem_of_words
+from fusedops.cli.problems import has, problem_of_words, short
 
 cache = typer.Typer(
     help="Look into the stored launch configurations, and share them.",
@@ -68,7 +68,7 @@ def list_(op: Op = None, device: Device = None, stale: Stale = False, json: Json
             if other == identity:
                 table.add_row(
                     entry.op,
-                    escape(entry.key),
+                    escape(short(entry.key)),
                     _config_text(entry.config),
                     entry.source,
                     human(entry.median),
@@ -120,7 +120,7 @@ def show(
     found = [
         (identity, entry)
         for identity, entry in each(_selected(None, device))
-        if all(word in [entry.op, *entry.key.split()] for word in words)
+        if all(word == entry.op or has(entry.key, word) for word in words)
     ]
     if not found:
         raise fail(f"no entry has {' '.join(words)}; fusedops cache list shows all")
@@ -167,7 +167,7 @@ def path(json: Json = False) -> None:
 @cache.command()
 def explain(
     op: Annotated[str, typer.Argument(help="The operator: norm, linear, attention and others.")],
-    fields: Annotated[list[str], typer.Argument(help="The problem: name=value, as fusedops cache list prints it.")],
+    fields: Annotated[list[str], typer.Argument(help="The problem: name=value, or name for a flag.")],
     target: Annotated[
         str | None,
         typer.Option("--target", help="A GPU that is not here: H100, sm_90, … Default: this machine's."),
@@ -215,7 +215,11 @@ def explain(
         console.print(f"  [yellow]stale:[/] {escape(reason)}")
     table = Table("asked", "entry", "answer", title="Sources, in their order", title_justify="left")
     for attempt in found.attempts:
-        table.add_row(escape(attempt.source), escape(attempt.key or "–"), escape(attempt.reason or "answers"))
+        table.add_row(
+            escape(attempt.source),
+            escape(short(attempt.key) if attempt.key else "–"),
+            escape(attempt.reason or "answers"),
+        )
     if found.entry is None:
         table.add_row("default", "–", "answers")
     console.print(table)
@@ -261,7 +265,7 @@ def diff(
         for row in rows:
             table.add_row(
                 row["device"],
-                escape(f"{row['op']} {row['problem']}"),
+                escape(f"{row['op']} {short(row['problem'])}"),
                 *(
                     "–" if e is None else f"{_config_text(e['config'])}\n{human(e['median'])} ({e['source']})"
                     for e in (row["first"], row["second"])

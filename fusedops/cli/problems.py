@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_type_hints
 
 from fusedops.autotune.operator import Operator
+
+
+def short(key: str) -> str:
+    """A problem's line without what it does not have; what it has by its name alone.
+
+    Example:
+        >>> short("width=64 rows=8 dropout=no kind=rms weight=yes activation=none")
+        'width=64 rows=8 kind=rms weight'
+    """
+    words = (word.partition("=") for word in key.split(" "))
+    return " ".join(
+        name if value == "yes" else f"{name}={value}" for name, _, value in words if value not in ("no", "none", "")
+    )
+
+
+def has(key: str, word: str) -> bool:
+    """Whether a problem's line has a word, written in full or as :func:`short` has it."""
+    words = key.split(" ")
+    return word in words or f"{word}=yes" in words
+
 
 _WORDS = {"none": None, "yes": True, "true": True, "no": False, "false": False}
 
@@ -20,7 +40,9 @@ def problem_of_words(operator: Operator, words: Iterable[str]) -> Any:
     values: dict[str, Any] = {}
     for word in (part for text in words for part in text.split()):
         name, equals, value = word.partition("=")
-        if not equals or name not in kind._fields:
+        flag = not equals and get_type_hints(kind).get(name) is bool
+        value = "yes" if flag else value
+        if not (equals or flag) or name not in kind._fields:
             raise ValueError(
                 f"a problem of {operator.name} is name=value with names of {', '.join(kind._fields)}; got {word!r}"
             )

@@ -70,6 +70,7 @@ def test_show_tells_what_was_tried():
     text = " ".join(run("show", "norm", "width=4096").split())
     assert "off by 3" in text
     assert len(run_json("show", "norm")["entries"][0]["candidates"]) == 2
+    assert run_json("show", "norm", "weight", "direction=forward")["entries"]
     assert "no entry has norm width=1" in run("show", "norm", "width=1", code=1)
 
 
@@ -108,6 +109,8 @@ def test_explain_fills_in_what_is_usual(monkeypatch):
     assert found["problem"]["kind"] == "layer"
     found = run_json("explain", "linear", "product=forward", "rows=8", "cols=64", "depth=64", "activation=gelu")
     assert found["problem"]["activation"] == "gelu"
+    found = run_json("explain", "norm", "width=64 itemsize=2 direction=forward dropout", "rows=8")  # as tables have it
+    assert found["problem"]["dropout"] is True
 
 
 @pytest.mark.parametrize(
