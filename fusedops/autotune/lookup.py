@@ -193,14 +193,18 @@ def shipped_files() -> tuple[Path, ...]:
     return tuple(sorted(folder.glob("*.json")))
 
 
-@functools.cache
+_bundles: dict[Path, _Bundle] = {}
+
+
 def _bundle(path: Path) -> _Bundle:
     """A file's entries; none, with a warning, where it cannot be read. It is read once a process."""
-    try:
-        return read_bundle(path)
-    except (OSError, ValueError) as error:
-        warnings.warn(f"fusedops leaves out {path}: {error}", AutotuneWarning, stacklevel=2)
-        return []
+    if path not in _bundles:
+        _bundles[path] = []  # also where the warning is an error
+        try:
+            _bundles[path] = read_bundle(path)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"fusedops leaves out {path}: {error}", AutotuneWarning, stacklevel=2)
+    return _bundles[path]
 
 
 def seeds(operator: Operator, problem: Any, facts: DeviceFacts) -> list[Config]:
@@ -226,4 +230,4 @@ def _distinct(operator: Operator, attempts: Iterable[Attempt]) -> list[Config]:
 
 def forget_files() -> None:
     """Read the files that ``FUSEDOPS_CONFIG_PATH`` names, and the shipped ones, again when they are asked."""
-    _bundle.cache_clear()
+    _bundles.clear()

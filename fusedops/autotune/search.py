@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any
 
-from fusedops.autotune.bench import Bench, CandidateFailed, CandidateWrong, Unmeasurable
 from fusedops.autotune.compiling import CompileReport
 from fusedops.autotune.entries import Candidate, Entry, Outcome, Plain, utc_now
 from fusedops.autotune.operator import Config, Operator
+from fusedops.autotune.protocol import Bench, CandidateFailed, CandidateWrong, Unmeasurable
 from fusedops.autotune.versions import current_versions
 from fusedops.runtime.device import DeviceFacts
 

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusedops.autotune.bench import Bench, Switching
 from fusedops.autotune.entries import mismatches
 from fusedops.autotune.identity import Identity
 from fusedops.autotune.lookup import seeds, store
 from fusedops.autotune.modes import look_up_only, mode
 from fusedops.autotune.operator import Operator, forget, operator_named, operators
+from fusedops.autotune.protocol import Bench
 from fusedops.autotune.record import Recorded, distinct
 from fusedops.autotune.resolve import collecting
 from fusedops.autotune.search import Progress, Result, SearchInterrupted, search
+from fusedops.autotune.workers import Switching
 from fusedops.runtime.backend import might_use_triton
 from fusedops.runtime.device import device_facts
 from fusedops.runtime.settings import SETTINGS

@@ -1,4 +1,4 @@
-"""The process behind :class:`fusedops.autotune.bench.Worker`: ``python -m fusedops.autotune.worker``.
+"""The process behind :class:`fusedops.autotune.workers.Worker`: ``python -m fusedops.autotune.worker``.
 
 Requests come on standard input, answers go to what was standard output; a line of JSON each. Every answer but the last
 to a request has ``"more": true``. The process ends with its input, whatever it is doing.
@@ -17,9 +17,10 @@ from typing import Any, TextIO
 
 import torch
 
-from fusedops.autotune.bench import CandidateFailed, CandidateWrong, LocalBench, Unmeasurable, _told
+from fusedops.autotune.bench import LocalBench, _told
 from fusedops.autotune.compiling import CompileReport
 from fusedops.autotune.operator import Config, Operator
+from fusedops.autotune.protocol import CandidateFailed, CandidateWrong, Unmeasurable
 
 
 class _Server:

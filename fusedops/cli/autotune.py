@@ -22,6 +22,7 @@ from fusedops.cli.devices import facts_named
 from fusedops.cli.durations import human, seconds
 from fusedops.cli.output import fail, print_json, stderr, stdout
 from fusedops.cli.problems import short
+from fusedops.runtime.backend import HAS_TRITON
 
 if TYPE_CHECKING:
     from fusedops.autotune.record import Recorded
@@ -87,6 +88,8 @@ def autotune(
     What is found is stored after every problem: after Ctrl-C, or at the budget's end, the same command goes on where it
     stopped.
     """
+    if not HAS_TRITON:
+        raise fail("Triton is not installed: torch's operators serve every call, and there is nothing to tune")
     budget_s = None if budget is None else seconds(budget)
     each_s = seconds(each)
     if dtype.lower() not in _DTYPES:
@@ -359,10 +362,8 @@ class _Reporter:
         if event is not None and event.stage != "done":
             gain = f"{event.default / event.best:.2f}×" if event.best and event.default else "–"
             left = human(event.seconds_left) if event.seconds_left else "–"
-            table.add_row(
-                event.op, escape(short(event.problem)), f"{event.compiled}/{event.total}", str(event.pruned), str(event.timed),
-                human(event.best), gain, left, style="bold",
-            )  # fmt: skip
+            counts = f"{event.compiled}/{event.total}", str(event.pruned), str(event.timed)
+            table.add_row(event.op, escape(short(event.problem)), *counts, human(event.best), gain, left, style="bold")
         bar = ProgressBar(total=self._count, completed=len(self._done), width=40)
         note = "" if event is None else f"{event.stage}: {event.note}" if event.note else event.stage
         spent = human(time.monotonic() - self._began)

@@ -14,6 +14,9 @@ from fusedops.runtime.launch import ITEMSIZES, ceil_div
 
 Product = Literal["rows", "weights"]
 
+# The last bucket of groups: a batch of matrices may have any number.
+MOST_GROUPS = 1024
+
 
 class GroupedProblem(NamedTuple):
     """One of the two products, a result (rows, cols) a group, summed over depth. Make it with :meth:`of`.
@@ -21,7 +24,7 @@ class GroupedProblem(NamedTuple):
     Attributes:
         product: ``rows``: a group's rows times its matrix, Y_g = a(X_g W_gᵀ + b_g) or dX_g = dZ_g W_g;
             ``weights``: dW_g = dZ_gᵀ X_g, summed over a group's rows.
-        groups: how many.
+        groups: how many, as a bucket up to 1,024.
         rows, cols, depth: the sizes. A group's rows (``rows`` of the one product, ``depth`` of the other) are the
             average, as a bucket up to 131,072: how many each has is known on the device only.
         dtype: of the operands.
@@ -72,8 +75,9 @@ class GroupedProblem(NamedTuple):
             rows = bucket(rows, MOST_ROWS)
         precision = precision if dtype == "float32" else "ieee"
         return cls(
-            product, groups, rows, cols, depth, dtype, layout, activation, precision, equal, aligned, bias, keeps
-        )
+            product, bucket(groups, MOST_GROUPS), rows, cols, depth, dtype, layout, activation, precision, equal,
+            aligned, bias, keeps,
+        )  # fmt: skip
 
     @property
     def itemsize(self) -> int:
@@ -264,5 +268,5 @@ GROUPED_LINEAR = Operator(
     work=work,
     trials="fusedops.linear.trials_grouped",
     sources=("fusedops.linear.kernels_grouped",),
-    bucketed=lambda problem: ("depth",) if problem.product == "weights" else ("rows",),
+    bucketed=lambda problem: ("groups", "depth" if problem.product == "weights" else "rows"),
 )

@@ -72,7 +72,7 @@ class Settings:
             autotune=_one_of(env, "FUSEDOPS_AUTOTUNE", AUTOTUNE),
             cache_dir=_path(env, "FUSEDOPS_CACHE_DIR"),
             config_path=tuple(
-                Path(part.strip()).expanduser().absolute()
+                _absolute("FUSEDOPS_CONFIG_PATH", part.strip())
                 for part in env.get("FUSEDOPS_CONFIG_PATH", "").split(os.pathsep)
                 if part.strip()
             ),
@@ -108,7 +108,15 @@ def _one_of(env: Mapping[str, str], name: str, names: tuple[_Name, ...]) -> _Nam
 
 def _path(env: Mapping[str, str], name: str) -> Path | None:
     value = env.get(name, "").strip()
-    return Path(value).expanduser().absolute() if value else None
+    return _absolute(name, value) if value else None
+
+
+def _absolute(name: str, value: str) -> Path:
+    """Where a process goes later does not matter."""
+    try:
+        return Path(value).expanduser().absolute()
+    except RuntimeError as error:  # ~nobody
+        raise ValueError(f"{name}: {value!r}: {error}") from None
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -18,24 +18,13 @@ import pytest
 import torch
 
 from fusedops.autotune import bench as module
-from fusedops.autotune import timing
-from fusedops.autotune.bench import (
-    CandidateFailed,
-    CandidateWrong,
-    CannotSpawn,
-    DeviceBusy,
-    LocalBench,
-    Switching,
-    Unmeasurable,
-    device_lock,
-    pin,
-    poisoned_memory,
-    reference_to,
-    worker_environment,
-)
+from fusedops.autotune import timing, workers
+from fusedops.autotune.bench import LocalBench, device_lock, pin, poisoned_memory
 from fusedops.autotune.compiling import CompileReport, _Pool
 from fusedops.autotune.modes import only_looks_up
 from fusedops.autotune.operator import Operator, operators
+from fusedops.autotune.protocol import CandidateFailed, CandidateWrong, CannotSpawn, DeviceBusy, Unmeasurable
+from fusedops.autotune.workers import Switching, reference_to, worker_environment
 from fusedops.runtime.device import TARGETS
 from fusedops.runtime.settings import Settings
 from tests.autotune.made_up import DOUBLING, Doubling, DoublingConfig
@@ -399,7 +388,7 @@ def test_ctrl_c_while_a_worker_starts_leaves_none(monkeypatch):
         started.append(worker._process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.Worker, "receive", interrupted)
+    monkeypatch.setattr(workers.Worker, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Switching(CPU)
     (process,) = started
@@ -417,7 +406,7 @@ def test_another_process_finds_operators():
 
 
 def test_where_there_can_be_no_worker_this_process_measures(monkeypatch):
-    monkeypatch.setattr(module.sys, "executable", "/nonexistent/python")
+    monkeypatch.setattr(workers.sys, "executable", "/nonexistent/python")
     bench = Switching(CPU)
     assert "no process can be started" in bench.note
     bench.open(DOUBLING, Doubling(10))

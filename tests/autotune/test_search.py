@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pytest
 
 from fusedops.autotune import search as module
-from fusedops.autotune.bench import CandidateFailed, CandidateWrong, DeviceBusy, Unmeasurable
 from fusedops.autotune.compiling import CompileReport
 from fusedops.autotune.entries import Candidate, Entry
 from fusedops.autotune.operator import Config, Operator, Work
+from fusedops.autotune.protocol import CandidateFailed, CandidateWrong, DeviceBusy, Unmeasurable
 from fusedops.autotune.search import OUT_OF_BUDGET, STOPPED, SearchInterrupted, candidates, neighbours, search
 from fusedops.runtime.device import TARGETS
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fusedops.autotune import bench as module
-from fusedops.autotune.bench import CandidateFailed, CandidateWrong, Limits, Unmeasurable, WorkerBench
 from fusedops.autotune.compiling import CompileReport
+from fusedops.autotune.protocol import CandidateFailed, CandidateWrong, Unmeasurable
 from fusedops.autotune.search import search
+from fusedops.autotune.workers import Limits, WorkerBench
 from fusedops.runtime.device import INTERPRETER
 from fusedops.runtime.settings import Settings
 from tests.autotune.made_up import DOUBLING, Doubling, DoublingConfig

@@ -46,6 +46,7 @@ def test_the_autotuners_variables(tmp_path, monkeypatch):
     [
         ("FUSEDOPS_BACKEND", "cuda", "FUSEDOPS_BACKEND must be one of auto, triton, torch; got 'cuda'"),
         ("FUSEDOPS_AUTOTUNE", "always", "FUSEDOPS_AUTOTUNE must be one of cached, on, off, record; got 'always'"),
+        ("FUSEDOPS_CACHE_DIR", "~no such user/x", "FUSEDOPS_CACHE_DIR: '~no such user/x': .*"),
         ("FUSEDOPS_STRICT", "2", "FUSEDOPS_STRICT must be 1 or 0; got '2'"),
         ("TRITON_INTERPRET", "maybe", "TRITON_INTERPRET must be 1 or 0; got 'maybe'"),
     ],
