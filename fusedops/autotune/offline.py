@@ -14,7 +14,7 @@ from fusedops.autotune.modes import look_up_only
 from fusedops.autotune.operator import Config, Operator
 from fusedops.autotune.record import Recorded
 from fusedops.autotune.roofline import estimate
-from fusedops.autotune.search import MARGIN, Progress, Result, candidates
+from fusedops.autotune.search import BUDGET_SPENT, MARGIN, Progress, Result, candidates
 from fusedops.autotune.versions import current_versions
 from fusedops.runtime.device import DeviceFacts
 
@@ -63,7 +63,7 @@ def rank(
         for number, (operator, problem, _) in enumerate(wanted):
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
-                result = Result.not_searched(operator, problem, "the budget is spent")
+                result = Result.not_searched(operator, problem, BUDGET_SPENT)
             else:
                 run = _Ranking(operator, problem, facts, number, len(wanted), end, progress)
                 try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -145,7 +146,7 @@ def _found(operator: Operator[P, C], problem: P, facts: DeviceFacts, device: tor
             return found.config, False
         return _searched(operator, problem, device), True
     if facts.vendor != "interpreter":
-        _tell(operator, problem, facts, found.source)
+        _tell(operator, problem, facts, None if found.entry is None else found.source)
     return found.config, True
 
 
@@ -191,6 +192,8 @@ def _searched(operator: Operator[P, C], problem: P, device: torch.device) -> C:
         facts = device_facts(device)
         attempt = (facts, operator.name, problem)
         if attempt not in _attempted and not look_up(operator, problem, facts).tuned:
+            _tell_once("searching", "a call searches its launch configuration, once for this GPU: up to 20 s a problem")
+            _LOG.info("fusedops autotune: searching %s %s", operator.name, operator.key(problem))
             try:
                 (result,) = tune([(operator, problem)], device=device)
                 refused = result.refused
@@ -210,15 +213,22 @@ _LOG = logging.getLogger("fusedops.autotune")
 _told: set[str] = set()
 
 
-def _tell(operator: Operator, problem: tuple, facts: DeviceFacts, source: str) -> None:
-    """The first miss of a process is a warning that says what to run; each is in the log, for who asks for it."""
-    _tell_once(
-        "missed",
-        f"no launch configuration was searched for {operator.name} on {facts.name} yet ({source} serves it, and others"
-        " that follow). To search once for all that your model needs: fusedops record -- COMMAND, then"
-        " fusedops autotune --from its file; or FUSEDOPS_AUTOTUNE=on",
-    )
-    _LOG.info("fusedops autotune: no search yet for %s %s; %s serves", operator.name, operator.key(problem), source)
+def _tell(operator: Operator, problem: tuple, facts: DeviceFacts, source: str | None) -> None:
+    """The first default of a process is a warning that says what to run; each miss is in the log, for who asks for it.
+
+    ``source``: of what serves; None: a default. Of several ranks the first one tells.
+    """
+    _LOG.info(_MISSED, operator.name, operator.key(problem), source or "a default")
+    if source is None and os.environ.get("RANK", "0") == "0":
+        _tell_once(
+            "missed",
+            f"no launch configuration was searched for {operator.name} on {facts.name} yet: a default serves it, and"
+            " others that follow. To search once for all that your model needs: fusedops record -- COMMAND, then"
+            " fusedops autotune --from its file; or FUSEDOPS_AUTOTUNE=on. FUSEDOPS_AUTOTUNE=off says nothing",
+        )
+
+
+_MISSED = "fusedops autotune: no search yet for %s %s; %s serves"
 
 
 def _tell_once(topic: str, text: str) -> None:

@@ -51,6 +51,13 @@ CHECKED_BY = 0.7
 # Why a candidate that would have been timed was not.
 OUT_OF_BUDGET = "not timed: the budget ended before"
 STOPPED = "not timed: the search was stopped before"
+# Why a problem was not searched at all.
+BUDGET_SPENT = "the budget is spent"
+
+
+def unfinished(entry: Entry) -> bool:
+    """Whether a search ended before it had timed what it meant to: a later one goes on with the rest."""
+    return any(candidate.reason in (OUT_OF_BUDGET, STOPPED) for candidate in entry.candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,7 +622,7 @@ class _Search:
             problem=self._operator.problem_json(self._problem),
             config=_json(winner.config),
             source="tuned",
-            median=median(winner.seconds),
+            median=self._seconds(winner),
             spread=_sigma(winner.seconds),
             default=_json(self._default),
             default_median=median(default.seconds) if default.seconds else None,
@@ -624,13 +631,19 @@ class _Search:
             candidates=found,
         )
 
+    def _seconds(self, tried: _Tried) -> float:
+        """What a candidate takes, by its ratio to the base, which it is judged by: the base's seconds times that."""
+        if not (tried.ratios and self._base is not None and self._base.seconds):
+            return median(tried.seconds)
+        return median(self._base.seconds) * tried.score
+
     def _candidates(self, missing: str) -> Iterable[Candidate]:
         for tried in self._tried:
             config = _json(tried.config)
             if tried.outcome is not None:
                 yield Candidate(config, tried.outcome, reason=tried.reason)
             elif tried.seconds:
-                yield Candidate(config, "timed", median(tried.seconds), _sigma(tried.seconds), tried.doubt)
+                yield Candidate(config, "timed", self._seconds(tried), _sigma(tried.seconds), tried.doubt)
             elif tried.before is not None:
                 yield tried.before
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusedops.autotune.entries import mismatches
+from fusedops.autotune.entries import AutotuneWarning, mismatches
 from fusedops.autotune.identity import Identity
 from fusedops.autotune.lookup import seeds, store
 from fusedops.autotune.modes import look_up_only, mode
@@ -19,7 +20,7 @@ from fusedops.autotune.operator import Operator, forget, operator_named, operato
 from fusedops.autotune.protocol import Bench
 from fusedops.autotune.record import Recorded, distinct
 from fusedops.autotune.resolve import collecting
-from fusedops.autotune.search import Progress, Result, SearchInterrupted, search
+from fusedops.autotune.search import BUDGET_SPENT, Progress, Result, SearchInterrupted, search, unfinished
 from fusedops.autotune.workers import Switching
 from fusedops.runtime.backend import might_use_triton
 from fusedops.runtime.device import device_facts
@@ -57,7 +58,8 @@ def tune(
         device: the GPU; default: the current one, or the CPU where Triton interprets kernels there.
         progress: called with a :class:`fusedops.autotune.search.Progress` after every step.
         jobs: candidates that are compiled at once; default: as many as there are CPU cores, up to 8.
-        again: also problems that a search with these kernels and this Triton has answered before.
+        again: also problems that a search with these kernels and this Triton has answered before. Without it a search
+            that the budget or Ctrl-C cut short is taken up where it stopped.
         found: called with each result when it is there.
 
     Returns:
@@ -100,7 +102,7 @@ def tune(
         for number, (operator, problem, _) in enumerate(wanted):
             known = store().get(identity, operator.name).get(operator.key(problem))
             current = known is not None and known.source == "tuned" and not mismatches(known, operator)
-            if known is not None and current and not again:
+            if known is not None and current and not again and not unfinished(known):
                 done(Result.kept(operator, problem, known))
                 continue
             impossible = operator.impossible(problem, facts)
@@ -109,7 +111,7 @@ def tune(
                 continue
             seconds = key_budget_s if end is None else min(key_budget_s, end - time.monotonic())
             if seconds < min(1.0, key_budget_s):
-                done(Result.not_searched(operator, problem, "the budget is spent"))
+                done(Result.not_searched(operator, problem, BUDGET_SPENT))
                 continue
             if bench is None:
                 bench = stack.enter_context(contextlib.closing(Switching(where, jobs)))
@@ -127,6 +129,7 @@ def tune(
                 )
             except SearchInterrupted as interrupted:
                 keep(identity, [interrupted.result])
+                done(interrupted.result)
                 raise
             keep(identity, [result])
             done(result)
@@ -156,7 +159,7 @@ def tune_model(
         budget_s, key_budget_s, progress, jobs, again: as of :func:`tune`.
 
     Returns:
-        as :func:`tune`; an empty list where the model meets none of fusedops' kernels.
+        as :func:`tune`; an empty list, with a warning, where the model meets none of fusedops' kernels.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.LayerNorm(4096), torch.nn.Linear(4096, 4096)).cuda()  # doctest: +SKIP
@@ -164,6 +167,13 @@ def tune_model(
         >>> fusedops.autotune.tune_model(model, torch.randn(8192, 4096, device="cuda"))  # doctest: +SKIP
     """
     met = problems_of_model(model, inputs, training=training)
+    if not met:
+        warnings.warn(
+            "tune_model: the model met none of fusedops' kernels: fusedops.patch(model) comes before, and"
+            " fusedops.explain says where torch's operators serve",
+            AutotuneWarning,
+            stacklevel=2,
+        )
     where = next((t.device for t in tree_leaves((list(model.parameters()), inputs)) if _on_accelerator(t)), None)
     return tune(
         met, budget_s=budget_s, key_budget_s=key_budget_s, device=where, progress=progress, jobs=jobs, again=again

@@ -94,6 +94,8 @@ class Sizes:
         bias: its linear layers have biases.
         causal, window: of its attention; None: no window.
         length: tokens a sequence.
+        softcap: scores are capped.
+        also_full: some layers have no window.
     """
 
     width: int
@@ -108,6 +110,19 @@ class Sizes:
     causal: bool
     window: int | None
     length: int
+    softcap: bool = False
+    also_full: bool = False
+
+    def __str__(self) -> str:
+        """What was understood, in a line."""
+        parts = [f"width {self.width}", f"{self.heads} heads of {self.head}"]
+        parts += [f"{self.kv_heads} key heads"] if self.kv_heads != self.heads else []
+        parts += ["causal" if self.causal else "not causal"]
+        parts += [f"window {self.window}"] if self.window is not None else []
+        parts += ["full attention too"] if self.also_full else []
+        parts += ["softcap"] if self.softcap else []
+        parts += [f"{self.norm} norm", f"{'gated ' if self.gated else ''}{self.activation} MLP of {self.inner}"]
+        return ", ".join(parts)
 
 
 # Radford et al. 2019 (GPT-2 small), Devlin et al. 2019 (BERT base), Llama team 2024 (Llama 3 8B), Dosovitskiy et al.
@@ -161,10 +176,12 @@ def of_sizes(
     else:
         met += problems_of("linear", in_features=width, out_features=inner, activation=sizes.activation, **mlp)
     met += problems_of("linear", in_features=inner, out_features=width, **mlp)
-    met += problems_of(
-        "attention", batch=batch, heads=sizes.heads, kv_heads=sizes.kv_heads, seqlen_q=length, seqlen_k=length,
-        d=sizes.head, causal=sizes.causal, window=None if sizes.window is None else (sizes.window - 1, 0), **shared,
-    )  # fmt: skip
+    windows = [None if sizes.window is None else (sizes.window - 1, 0)]
+    for window in dict.fromkeys([*windows, None] if sizes.also_full else windows):
+        met += problems_of(
+            "attention", batch=batch, heads=sizes.heads, kv_heads=sizes.kv_heads, seqlen_q=length, seqlen_k=length,
+            d=sizes.head, causal=sizes.causal, window=window, softcap=sizes.softcap, **shared,
+        )  # fmt: skip
     return met
 
 
@@ -181,8 +198,16 @@ _NAMES = {
     "activation": ("hidden_act", "activation_function", "hidden_activation", "activation"),
     "length": ("max_position_embeddings", "n_positions", "max_sequence_length"),
 }
-# Families without a bidirectional form; other models are causal where their architecture says so.
+# A model is causal where its type is, or its architecture says so. Llama's descendants have RMS norms and gated MLPs.
 _CAUSAL = ("CausalLM", "LMHeadModel", "DoubleHeadsModel")
+_LLAMAS = (
+    "llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3",
+    "gemma3_text", "phi3", "gpt_oss", "olmo2", "olmo3", "granite", "smollm3", "deepseek_v2", "deepseek_v3", "glm",
+    "glm4",
+)  # fmt: skip
+_DECODERS = (
+    *_LLAMAS, "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "cohere",
+)  # fmt: skip
 
 
 def of_config(
@@ -213,14 +238,17 @@ def sizes_of_config(config: object) -> Sizes:
     heads = _number(config, "heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or width // heads
-    activation = _first(config, "activation", default="gelu")
+    llama = config.get("model_type") in _LLAMAS
+    activation = _first(config, "activation", default="silu" if llama else "gelu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(f"the config's activation {activation!r} is none of {', '.join(_ACTIVATIONS)}")
-    rms = "rms_norm_eps" in config
+    rms = llama or "rms_norm_eps" in config
     architectures = config.get("architectures") or ()
     if not isinstance(architectures, list | tuple):
         raise ValueError(f"the config's architectures must be a list of names; got {architectures!r}")
-    causal = any(str(name).endswith(_CAUSAL) for name in architectures) or bool(config.get("is_decoder"))
+    named = any(str(name).endswith(_CAUSAL) for name in architectures)
+    causal = named or config.get("model_type") in _DECODERS or bool(config.get("is_decoder"))
+    kinds = config.get("layer_types") or ()
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     return Sizes(
         width=width,
@@ -229,13 +257,14 @@ def sizes_of_config(config: object) -> Sizes:
         head=_positive(head, "head_dim"),
         inner=_positive(_first(config, "inner", default=None) or 4 * width, _NAMES["inner"][0]),
         activation=_ACTIVATIONS[activation],
-        # Those with an RMS norm: Llama's descendants.
         gated=rms,
         norm="rms" if rms else "layer",
         bias=bool(config.get("mlp_bias", not rms)),
         causal=causal,
         window=None if window is None else _positive(window, "sliding_window"),
         length=_image_length(config) or _positive(_first(config, "length", default=_LENGTH), _NAMES["length"][0]),
+        softcap=bool(config.get("attn_logit_softcapping")),
+        also_full=window is not None and isinstance(kinds, list) and "full_attention" in kinds,
     )
 
 

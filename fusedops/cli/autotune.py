@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from fusedops.cli.devices import facts_named
 from fusedops.cli.durations import human, seconds
@@ -66,7 +67,9 @@ def autotune(
     budget: Annotated[
         str | None, typer.Option("--budget", help="Time for all of it: 90s, 10m, 1h. Default: none.")
     ] = None,
-    each: Annotated[str, typer.Option("--each", help="Time a problem, at most.")] = "20s",
+    each: Annotated[
+        str | None, typer.Option("--each", help="Time a problem, at most: 20s unless given. Not with --offline.")
+    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option("--jobs", "-j", min=1, help="Candidates that are compiled at once; default: one a core."),
@@ -91,11 +94,17 @@ def autotune(
     if not HAS_TRITON:
         raise fail("Triton is not installed: torch's operators serve every call, and there is nothing to tune")
     budget_s = None if budget is None else seconds(budget)
-    each_s = seconds(each)
+    each_s = seconds(each or "20s")
     if dtype.lower() not in _DTYPES:
         raise typer.BadParameter(f"--dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
-    if offline != (target is not None):
-        raise typer.BadParameter("--offline and --target go together: a GPU that is here is searched, not ranked for")
+    if offline and target is None:
+        raise typer.BadParameter("--offline ranks for a GPU that is not here: name it, as in --target H100")
+    if target is not None and not offline:
+        raise typer.BadParameter(
+            "--target names a GPU that is not here, which takes --offline; the one here needs none"
+        )
+    if offline and each is not None:
+        raise typer.BadParameter("--each is for searches; a ranking takes as long as its compilations: --budget")
     if sum(source is not None for source in (model, hf, from_, shapes)) > 1:
         raise typer.BadParameter("one of --model, --hf, --from and --shapes, not several")
     try:
@@ -107,7 +116,7 @@ def autotune(
     if not problems:
         raise fail("there is nothing to search: no problem was met, or --op leaves none")
     if dry_run:
-        _print_plan(problems, facts, json)
+        _print_plan(problems, facts, offline, json)
         return
     begin = time.monotonic()
     interrupted = False
@@ -122,11 +131,13 @@ def autotune(
             interrupted = True
         except RuntimeError as error:
             raise fail(str(error)) from None
-    _summary(results, len(problems), facts, time.monotonic() - begin, interrupted, json)
+    _summary(results, len(problems), facts, time.monotonic() - begin, interrupted, again, json)
     if interrupted:
         raise typer.Exit(130)
+    from fusedops.autotune.search import BUDGET_SPENT
+
     # What the budget did not reach is no failure: the same command goes on there.
-    if any(result.entry is None and "budget" not in (result.refused or "") for result in results):
+    if any(result.entry is None and result.refused != BUDGET_SPENT for result in results):
         raise typer.Exit(1)
 
 
@@ -153,7 +164,9 @@ def _problems(
         if model is not None:
             found = _of_model(model, ask)
         elif hf is not None:
-            found = distinct(workloads.of_config(_json(hf), ask.facts, **sizes))
+            config = _json(hf / "config.json" if hf.is_dir() else hf)
+            stderr().print(escape(f"read as: {workloads.sizes_of_config(config)}"), soft_wrap=True)
+            found = distinct(workloads.of_config(config, ask.facts, **sizes))
         elif from_ is not None:
             found, wrong = read_recorded(from_)
             for message in wrong:
@@ -301,9 +314,10 @@ def _offline(
     rank(left, ask.facts, budget_s=budget_s, jobs=jobs, progress=reporter.progress, found=found)
 
 
-def _print_plan(problems: list[Recorded], facts: DeviceFacts, json: bool) -> None:
+def _print_plan(problems: list[Recorded], facts: DeviceFacts, offline: bool, json: bool) -> None:
     from fusedops.autotune.lookup import look_up
-    from fusedops.autotune.search import candidates
+    from fusedops.autotune.offline import MOST
+    from fusedops.autotune.search import candidates, unfinished
 
     rows = []
     for operator, problem, _ in problems:
@@ -314,7 +328,10 @@ def _print_plan(problems: list[Recorded], facts: DeviceFacts, json: bool) -> Non
                 "problem": operator.key(problem),
                 "served_by": found.source,
                 "tuned": found.tuned,
-                "candidates": len(candidates(operator, problem, facts)[0]),
+                "finished": found.entry is not None
+                and not unfinished(found.entry)
+                and (found.tuned or (offline and found.exact and found.source == "your store")),
+                "candidates": len(candidates(operator, problem, facts, (), MOST if offline else 32)[0]),
             }
         )
     if json:
@@ -325,51 +342,52 @@ def _print_plan(problems: list[Recorded], facts: DeviceFacts, json: bool) -> Non
         served = escape(str(row["served_by"])) + (" (searched)" if row["tuned"] else "")
         table.add_row(str(row["op"]), escape(short(str(row["problem"]))), served, str(row["candidates"]))
     stdout().print(table)
-    todo = sum(not row["tuned"] for row in rows)
-    stdout().print(f"{todo} of {len(rows)} problems have not been searched. Nothing was done.")
+    todo = sum(not row["finished"] for row in rows)
+    what = "ranked" if offline else "searched"
+    stdout().print(f"{todo} of {len(rows)} problems would be {what}. Nothing was done.", soft_wrap=True)
 
 
 class _Reporter:
-    """A table that follows the search on a terminal; a line a problem elsewhere."""
+    """A line for each problem that is done; on a terminal also a table below that follows the one at hand."""
 
     def __init__(self, count: int, live: Live | None) -> None:
         self._count, self._live = count, live
         self._began = time.monotonic()
-        self._done: list[Result] = []
-        self._now: Progress | None = None
+        self._done = 0
         self._drawn = 0.0
+        self._pruned = ""
 
     def progress(self, event: Progress) -> None:
-        self._now = event
+        if event.note.startswith("left out"):
+            self._pruned = event.note
         # Compiling threads report many times a second.
         if self._live is not None and time.monotonic() - self._drawn > 0.1:
-            self._draw()
+            self._draw(event)
 
     def found(self, result: Result) -> None:
-        self._done.append(result)
-        if self._live is not None:
-            self._draw()
-        else:
-            stderr().print(f"[{len(self._done)}/{self._count}] {escape(_line(result))}", soft_wrap=True)
+        self._done += 1
+        self._pruned = ""
+        console = stderr() if self._live is None else self._live.console
+        console.print(f"[{self._done}/{self._count}] {escape(_line(result))}", soft_wrap=True, markup=True)
 
-    def _draw(self) -> None:
+    def _draw(self, event: Progress) -> None:
         assert self._live is not None
         self._drawn = time.monotonic()
-        table = Table("operator", "problem", "compiled", "pruned", "timed", "best", "gain", "left")
-        for result in self._done[-8:]:
-            table.add_row(*_row(result))
-        event = self._now
-        if event is not None and event.stage != "done":
-            gain = f"{event.default / event.best:.2f}×" if event.best and event.default else "–"
-            left = human(event.seconds_left) if event.seconds_left else "–"
-            counts = f"{event.compiled}/{event.total}", str(event.pruned), str(event.timed)
-            table.add_row(event.op, escape(short(event.problem)), *counts, human(event.best), gain, left, style="bold")
-        bar = ProgressBar(total=self._count, completed=len(self._done), width=40)
-        note = "" if event is None else f"{event.stage}: {event.note}" if event.note else event.stage
-        spent = human(time.monotonic() - self._began)
-        self._live.update(
-            Group(table, bar, f"{len(self._done)} of {self._count}, {spent}. {escape(note)}"), refresh=True
-        )
+        table = Table("stage", "compiled", "pruned", "timed", "best", "gain", "left", box=None, padding=(0, 2, 0, 0))
+        gain = f"{event.default / event.best:.2f}×" if event.best and event.default else "–"
+        left = human(event.seconds_left) if event.seconds_left else "–"
+        table.add_row(
+            event.stage, f"{event.compiled}/{event.total}", str(event.pruned), str(event.timed), human(event.best),
+            gain, left,
+        )  # fmt: skip
+        lines = [
+            f"{event.op} {short(event.problem)}",
+            self._pruned if event.note in ("", self._pruned) else event.note,
+            f"{self._done} of {self._count} done, {human(time.monotonic() - self._began)}",
+        ]
+        texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+        bar = ProgressBar(total=self._count, completed=self._done, width=40)
+        self._live.update(Group(texts[0], table, texts[1], bar, texts[2]), refresh=True)
 
 
 @contextmanager
@@ -386,16 +404,6 @@ def _counted(result: Result, *outcomes: str) -> int:
     return sum(candidate.outcome in outcomes for candidate in result.candidates)
 
 
-def _row(result: Result) -> tuple[str, ...]:
-    entry = result.entry
-    compiled = len(result.candidates) - _counted(result, "pruned")
-    best = human(entry.median) if entry is not None else "–"
-    return (
-        result.op, escape(short(result.problem)), str(compiled), str(_counted(result, "pruned", "failed", "wrong")),
-        str(_counted(result, "timed", "estimated")), best, _gain(result), human(result.seconds),
-    )  # fmt: skip
-
-
 def _gain(result: Result) -> str:
     entry = result.entry
     if entry is None:
@@ -408,18 +416,33 @@ def _gain(result: Result) -> str:
 
 
 def _line(result: Result) -> str:
-    if result.entry is None:
+    entry = result.entry
+    if entry is None:
         return f"{result.op} {short(result.problem)}: {result.refused}"
-    config = " ".join(f"{k}={v}" for k, v in result.entry.config.items() if v not in (False, "", None))
-    wrong = _counted(result, "wrong", "failed")
-    bad = f", {wrong} candidates failed or were wrong" if wrong else ""
-    return f"{result.op} {short(result.problem)}: {config} ({human(result.entry.median)}, {_gain(result)}{bad})"
+    config = " ".join(f"{k}={v}" for k, v in entry.config.items() if v not in (False, "", None))
+    told = [] if entry.median is None else [human(entry.median)]
+    told.append(_gain(result))
+    if not result.seconds:
+        told.append("stored before")
+    else:
+        wrong = _counted(result, "wrong", "failed")
+        told += [f"{_counted(result, 'timed', 'estimated')} of {len(result.candidates)} tried"]
+        told += [f"{wrong} failed or were wrong"] * bool(wrong)
+        told += [human(result.seconds)] + ["not finished"] * (not result.complete)
+    return f"{result.op} {short(result.problem)}: {config} ({', '.join(told)})"
 
 
 def _summary(
-    results: list[Result], count: int, facts: DeviceFacts, spent: float, interrupted: bool, json: bool
+    results: list[Result],
+    count: int,
+    facts: DeviceFacts,
+    spent: float,
+    interrupted: bool,
+    again: bool,
+    json: bool,
 ) -> None:
     from fusedops.autotune.lookup import store
+    from fusedops.autotune.search import BUDGET_SPENT
 
     if json:
         print_json(
@@ -441,10 +464,6 @@ def _summary(
         )
         return
     console = stdout()
-    table = Table("operator", "problem", "tried", "pruned or bad", "kept", "time", "gain", "took")
-    for result in results:
-        table.add_row(*_row(result))
-    console.print(table)
     found = [result for result in results if result.entry is not None]
     faster = sum(r.entry is not None and r.entry.config != r.entry.default for r in found)
     console.print(
@@ -452,5 +471,10 @@ def _summary(
         f"{human(spent)}. Stored in {store().folder}",
         soft_wrap=True,
     )
-    if interrupted or len(found) < count:
-        console.print("The same command goes on with what is left.")
+    left = count - len(found) + sum(not result.complete for result in found)
+    refused = [r for r in results if r.entry is None and r.refused != BUDGET_SPENT]
+    if refused and not interrupted:
+        console.print(f"{len(refused)} could not be searched; more time a problem may help: --each", soft_wrap=True)
+    if interrupted or left > len(refused):
+        told = "The same command, without --again, goes on with what is left." if again else None
+        console.print(told or "The same command goes on with what is left.", soft_wrap=True)

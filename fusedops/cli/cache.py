@@ -60,7 +60,12 @@ def list_(op: Op = None, device: Device = None, stale: Stale = False, json: Json
         )
         return
     console = stdout()
+    for message in store().verify():
+        stderr().print(escape(f"left out: {message.path}: {message.what}; fusedops cache verify"), soft_wrap=True)
     for identity in dict.fromkeys(identity for identity, _, _ in found):
+        if not console.is_terminal or console.width < _WIDE:
+            _list_plainly(identity, [(entry, reasons) for other, entry, reasons in found if other == identity])
+            continue
         table = Table(title=escape(_device_title(identity)), title_justify="left")
         for column in ("operator", "problem", "configuration", "source", "time", "gain", "found"):
             table.add_column(column, overflow="fold", no_wrap=column not in ("problem", "configuration"))
@@ -77,8 +82,24 @@ def list_(op: Op = None, device: Device = None, stale: Stale = False, json: Json
                 )
         console.print(table)
     if not found:
-        console.print(f"Nothing is stored{' that matches' if op or device or stale else ''} in {store().folder}")
-        console.print("fusedops autotune fills it; what ships with fusedops: fusedops cache list-shipped")
+        matching = " that matches" if op or device or stale else ""
+        console.print(f"Nothing is stored{matching} in {store().folder}", soft_wrap=True)
+        told = "fusedops autotune fills it; what ships with fusedops: fusedops cache list-shipped"
+        console.print(told, soft_wrap=True)
+
+
+# Columns that the table needs.
+_WIDE = 120
+
+
+def _list_plainly(identity: Identity, entries: list[tuple[Entry, list[str]]]) -> None:
+    """A device's entries for a pipe or a narrow terminal: two lines each."""
+    console = stdout()
+    console.print(f"[bold]{escape(_device_title(identity))}[/]", soft_wrap=True)
+    for entry, reasons in entries:
+        console.print(escape(f"{entry.op} {short(entry.key)}"), soft_wrap=True)
+        told = [_config_text(entry.config), entry.source, human(entry.median), _gain_text(entry), entry.date[:10]]
+        console.print("    " + ", ".join(told + ["[yellow]stale[/]"] * bool(reasons)), soft_wrap=True)
 
 
 _SHOWN = ("op", "problem", "config", "source", "median", "spread", "default", "default_median", "date", "versions")
@@ -283,6 +304,8 @@ def export_(
 ) -> None:
     """Write what is stored to one file: to commit, to import elsewhere, or to name in FUSEDOPS_CONFIG_PATH."""
     bundle = _selected(op, device)
+    if not bundle:
+        raise fail(f"nothing is stored that could be exported, in {store().folder}")
     _write(file, bundle)
     _count(bundle, f"written to {file}")
 
@@ -290,10 +313,40 @@ def export_(
 @cache.command("import")
 def import_(files: Annotated[list[Path], typer.Argument(help="Files that fusedops cache export wrote.")]) -> None:
     """Add the entries of exported files to the store; of two for one problem the better stays."""
-    bundle = merge(*map(_read, files))
+    bundle: Bundle = []
+    refused = 0
+    read: list[Bundle] = []
+    for file in files:
+        try:
+            part, wrong = read_bundle_telling(file)
+        except (OSError, ValueError) as error:
+            raise fail(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+        read.append(part)
+        refused += len(wrong)
+        for reason in wrong:
+            stderr().print(escape(f"left out: {file}: {reason}"), soft_wrap=True)
+    for identity, found in merge(*read):
+        good: dict[str, dict[str, Entry]] = {}
+        for op, entries in found.items():
+            for key, entry in entries.items():
+                what = _unusable(entry, identity)
+                if what is None:
+                    good.setdefault(op, {})[key] = entry
+                else:
+                    refused += 1
+                    stderr().print(escape(f"left out: {identity.name}: {op} {key}: {what}"), soft_wrap=True)
+        bundle.append((identity, good))
+    before = {(i, e.op, e.key): e for i, e in each(store().bundle())}
     if not store().add(bundle):
         raise fail(f"{store().folder} cannot be written; nothing was imported")
-    _count(bundle, f"imported into {store().folder}")
+    after = {(i, e.op, e.key): e for i, e in each(store().bundle())}
+    added = len(after) - len(before)
+    better = sum(after[key] != entry for key, entry in before.items())
+    same = sum(1 for _ in each(bundle)) - added - better
+    told = f"{added} added, {better} improved, {same} left as they were, {refused} refused, in {store().folder}"
+    stdout().print(told, soft_wrap=True)
+    if refused:
+        raise typer.Exit(1)
 
 
 @cache.command("merge")
@@ -347,7 +400,7 @@ def verify(
     else:
         for item in wrong:
             stdout().print(
-                f"[bold red]wrong:[/] {escape(' '.join(str(v) for v in item.values() if v))}", soft_wrap=True
+                f"[bold red]wrong:[/] {escape(': '.join(str(v) for v in item.values() if v))}", soft_wrap=True
             )
         stdout().print(f"{checked} entries were read; {len(wrong) or 'nothing'} wrong.")
     if wrong:

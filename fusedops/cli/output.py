@@ -11,12 +11,12 @@ from rich.console import Console
 
 def stdout() -> Console:
     """For results."""
-    return Console(highlight=False)
+    return Console(highlight=False, emoji=False)
 
 
 def stderr() -> Console:
     """For progress and errors: standard output stays clean for a pipe."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, emoji=False)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ def test_some_rows_of_a_large_result_are_compared(kernel_runner, monkeypatch, op
     monkeypatch.setattr(trials_common, "_COMPARED", 1)
     trial = make_trial(operator, problem, kernel_runner.device)
     assert trial.at is not None
-    assert trial.at.numel() < 9
+    assert trial.at.numel() < 10  # a sixteenth of the rows, and the last
     results = trial.run()
     assert trial.wrong(results) is None
     for broken in _broken(results):

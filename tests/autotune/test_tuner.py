@@ -19,7 +19,7 @@ from fusedops.autotune import lookup, resolve, tuner
 from fusedops.autotune.entries import Candidate
 from fusedops.autotune.identity import Identity
 from fusedops.autotune.operator import forget
-from fusedops.autotune.search import Result, SearchInterrupted
+from fusedops.autotune.search import OUT_OF_BUDGET, Result, SearchInterrupted
 from fusedops.norm.tuning import NORM, NormConfig, NormProblem
 from fusedops.runtime.device import INTERPRETER
 from tests.autotune.test_resolve import entry, settings  # noqa: F401 (a fixture)
@@ -160,7 +160,32 @@ def test_tune_model_searches_what_it_meets(searched):
     with fusedops.backend("triton"):
         results = fusedops.autotune.tune_model(Model(), torch.randn(4, 32))
     assert len(results) == 2
-    assert fusedops.autotune.tune_model(torch.nn.Linear(2, 2), torch.randn(1, 2)) == []
+    with pytest.warns(UserWarning, match="met none of fusedops' kernels"):
+        assert fusedops.autotune.tune_model(torch.nn.Linear(2, 2), torch.randn(1, 2)) == []
+
+
+def test_a_search_that_was_cut_short_is_taken_up_again(searched):
+    tried = (
+        Candidate(MINE.to_json(), "timed", 1e-5, 1e-7),
+        Candidate(NormConfig(4, 32, False, 4).to_json(), "demoted", reason=OUT_OF_BUDGET),
+    )
+    lookup.store().put(Identity.of(INTERPRETER), [entry(PROBLEMS[0], MINE, candidates=tried)])
+    # It serves meanwhile.
+    assert lookup.look_up(NORM, PROBLEMS[0], INTERPRETER).tuned
+    fusedops.autotune.tune(PROBLEMS[:1])
+    assert [problem for problem, _ in searched[:-1]] == PROBLEMS[:1]
+    assert searched[0][1]["known"] == tried
+
+
+def test_an_interruption_is_told_as_a_result(searched, monkeypatch):
+    def search(operator, problem, *_, **__):
+        raise SearchInterrupted(Result(operator.name, operator.key(problem), entry(problem, MINE)))
+
+    monkeypatch.setattr(tuner, "search", search)
+    told = []
+    with pytest.raises(KeyboardInterrupt):
+        fusedops.autotune.tune(PROBLEMS, found=told.append)
+    assert [result.problem for result in told] == [NORM.key(PROBLEMS[0])]
 
 
 def command(*arguments, folder, **environment):
@@ -194,7 +219,7 @@ print(json.dumps({"y": y.sum().item(), "config": config.to_json(), "source": fou
 def test_a_search_fills_a_store_that_another_process_uses(tmp_path):
     shapes = tmp_path / "shapes.yaml"
     shapes.write_text("- {op: norm, rows: 2, width: 16, kind: rms, dtype: float32, training: false}\n")
-    told = command("autotune", "--shapes", str(shapes), "--each", "40s", "--json", folder=tmp_path / "cache")
+    told = command("autotune", "--shapes", str(shapes), "--each", "15s", "--json", folder=tmp_path / "cache")
     (result,) = json.loads(told.stdout)["results"]
     assert result["refused"] is None
     outcomes = [candidate["outcome"] for candidate in result["entry"]["candidates"]]
@@ -210,7 +235,7 @@ def test_a_search_fills_a_store_that_another_process_uses(tmp_path):
     assert answer["y"] == pytest.approx(2 * 16, rel=1e-4)
     # Nothing is left to search.
     told = command("autotune", "--shapes", str(shapes), "--dry-run", folder=tmp_path / "cache")
-    assert "0 of 1 problems have not been searched" in told.stdout
+    assert "0 of 1 problems would be searched" in told.stdout
     forget()
 
 

@@ -42,6 +42,28 @@ def test_a_model_of_several_parts_is_its_text_model():
     assert found == workloads.USUAL["Llama-3-8B"]
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+def test_a_models_type_says_what_its_config_leaves_out(kind):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    found = sizes_of_config({"model_type": kind, **sizes})
+    assert found.causal
+    assert (found.gated, found.norm, found.activation) == (
+        (False, "layer", "gelu") if kind == "gpt2" else (True, "rms", "silu")
+    )
+    assert not sizes_of_config({"model_type": "bert", **sizes}).causal
+    assert "causal, rms norm, gated silu MLP of 256" in str(sizes_of_config({"model_type": "llama", **sizes}))
+
+
+def test_layers_of_two_kinds_and_capped_scores_are_both_met():
+    config = {
+        **LLAMA, "sliding_window": 128, "attn_logit_softcapping": 50.0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    met = [problem for operator, problem in of_config(config, H100, batch=1) if operator.name == "attention"]
+    assert {problem.window for problem in met} == {True, False}
+    assert {problem.features for problem in met} == {"softcap"}
+
+
 def test_a_config_of_transformers_is_understood():
     transformers = pytest.importorskip("transformers")
     config = transformers.MistralConfig(architectures=["MistralForCausalLM"], sliding_window=4096)

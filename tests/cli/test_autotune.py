@@ -52,8 +52,9 @@ def words(result) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--offline"], "--offline and --target go together"),
-        (["--target", "H100"], "--offline and --target go together"),
+        (["--offline"], "--offline ranks for a GPU that is not here: name it"),
+        (["--target", "H100"], "--target names a GPU that is not here"),
+        (["--offline", "--target", "H100", "--each", "5s"], "--each is for searches"),
         (["--dtype", "fp64"], "--dtype must be one of bf16"),
         (["--budget", "soon"], "takes a duration such as 90s"),
         (["--each", "0s"], "more than no time"),
@@ -107,7 +108,7 @@ def test_a_dry_run_says_what_would_be_searched(tmp_path):
     assert found["device"] == "H100"
     assert [row["served_by"] for row in found["problems"]] == ["default", "default"]
     assert all(row["candidates"] > 4 for row in found["problems"])
-    assert "2 of 2 problems have not been searched. Nothing was done." in words(run(*arguments, "--op", "norm"))
+    assert "2 of 2 problems would be ranked. Nothing was done." in words(run(*arguments, "--op", "norm"))
     assert len(json.loads(run(*arguments, "--inference", "--json").stdout)["problems"]) < 8
 
 
@@ -123,7 +124,7 @@ def test_what_is_found_is_told(recorded, monkeypatch):
     monkeypatch.setattr(tuner, "tune", tune)
     result = run("--from", recorded, "--budget", "10m", "--each", "5s", "-j", "2")
     assert "[2/2] norm width=64" in result.output
-    assert "2.00×, 1 candidates failed or were wrong" in words(result)
+    assert "2.00×, 1 of 2 tried, 1 failed or were wrong" in words(result)
     assert "2 of 2 problems have a configuration, 2 of them another than the default" in words(result)
     found = json.loads(run("--from", recorded, "--budget", "10m", "--each", "5s", "-j", "2", "--json").stdout)
     assert [item["entry"]["config"] for item in found["results"]] == [CONFIG.to_json()] * 2

@@ -144,6 +144,31 @@ def test_export_import_on_another_machine(tmp_path, own_store):
     assert run_json("diff", str(file))["different"] == []
 
 
+def test_import_refuses_what_cannot_serve(tmp_path, own_store):
+    put(entry(), entry(PROBLEM._replace(rows=8)))
+    file = tmp_path / "team.json"
+    run("export", str(file))
+    file.write_text(file.read_text().replace('"block_n": 4096', '"block_n": 64', 1))
+    own_store(cache_dir=tmp_path / "another machine")
+    told = " ".join(run("import", str(file), code=1).split())
+    assert "narrower than the row" in told
+    assert "1 added, 0 improved, 0 left as they were, 1 refused" in told
+    assert len(run_json("list")["entries"]) == 1
+    assert run_json("verify")["wrong"] == []
+
+
+def test_an_empty_store_is_not_exported(tmp_path):
+    assert "nothing is stored" in run("export", str(tmp_path / "team.json"), code=1)
+    assert not (tmp_path / "team.json").exists()
+
+
+def test_a_pipe_gets_whole_lines():
+    put(entry())
+    lines = run("list").splitlines()
+    assert any("width=4096" in line and "rows=1024" in line for line in lines)
+    assert any("block_n=4096" in line and "2.00 times" in line for line in lines)
+
+
 def test_diff_shows_what_differs(tmp_path):
     put(entry())
     run("export", str(tmp_path / "a.json"))
