@@ -228,6 +228,8 @@ def _is(value: object, kind: Any) -> bool:
 
 
 def _kind(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
     return getattr(kind, "__name__", None) or str(kind).replace("typing.", "")
 
 

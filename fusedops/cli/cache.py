@@ -131,10 +131,14 @@ def list_shipped(json: Json = False) -> None:
     stdout().print(table)
 
 
+_SHOWN_CANDIDATES = 10
+
+
 @cache.command()
 def show(
     words: Annotated[list[str], typer.Argument(help="Words that the entry's line has, such as norm width=4096.")],
     device: Device = None,
+    every: Annotated[bool, typer.Option("--all", help="Every candidate, not the first ten.")] = False,
     json: Json = False,
 ) -> None:
     """Show entries in full: versions, and every candidate that was tried with its time or why it has none."""
@@ -162,7 +166,8 @@ def show(
         console.print(table)
         if entry.candidates:
             table = Table("candidate", "outcome", "time", "spread", "why", title="Candidates", title_justify="left")
-            for candidate in sorted(entry.candidates, key=lambda c: (c.median is None, c.median or 0.0)):
+            tried = sorted(entry.candidates, key=lambda c: (c.median is None, c.median or 0.0))
+            for candidate in tried if every else tried[:_SHOWN_CANDIDATES]:
                 table.add_row(
                     _config_text(candidate.config),
                     candidate.outcome,
@@ -171,6 +176,8 @@ def show(
                     escape(candidate.reason or ""),
                 )
             console.print(table)
+            if not every and len(tried) > _SHOWN_CANDIDATES:
+                console.print(f"{len(tried) - _SHOWN_CANDIDATES} more: --all", soft_wrap=True)
 
 
 @cache.command()
@@ -527,7 +534,8 @@ def _differences(operator: Operator, problem: Any, here: Identity) -> Iterator[d
             if not entries:
                 continue
             best = min(entries.values(), key=lambda entry: len(_fields_apart(wanted, entry.problem)))
-            apart = [*_identity_apart(here, identity), *_fields_apart(wanted, best.problem)]
+            apart = [*_identity_apart(here, identity)]
+            apart += _fields_apart(wanted, best.problem) if identity.arch == here.arch else []
             if apart:
                 yield {"source": source, "device": identity.name, "key": best.key, "differences": apart}
 
@@ -535,13 +543,20 @@ def _differences(operator: Operator, problem: Any, here: Identity) -> Iterator[d
 def _fields_apart(wanted: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     names = dict.fromkeys((*wanted, *there))
     return [
-        f"{name}: {there.get(name)} there, {wanted.get(name)} asked"
+        f"{name}: {_word(there.get(name))} there, {_word(wanted.get(name))} asked"
         for name in names
         if wanted.get(name) != there.get(name)
     ]
 
 
+def _word(value: object) -> str:
+    """As keys have it."""
+    return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
+
+
 def _identity_apart(here: Identity, there: Identity) -> Iterable[str]:
+    if here.arch != there.arch:
+        return [f"another architecture: {there.arch}"]
     a, b = here.to_json(), there.to_json()
     return [f"GPU's {name}: {b[name]} there, {a[name]} here" for name in a if a[name] != b[name]]
 

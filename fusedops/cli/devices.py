@@ -14,6 +14,7 @@ def facts_named(name: str | None) -> DeviceFacts:
         ValueError: it is unknown; the message lists those known.
         RuntimeError: no name is given, and there is no GPU.
     """
+    from fusedops.autotune.identity import canonical_name
     from fusedops.autotune.roofline import PRODUCTS
     from fusedops.autotune.tuner import tunable_device
 
@@ -21,7 +22,7 @@ def facts_named(name: str | None) -> DeviceFacts:
         return device_facts(tunable_device())
     wanted = _plain(name)
     for known, product in PRODUCTS.items():
-        if _plain(known) == wanted:
+        if _plain(known) in (wanted, _plain(canonical_name(name))):  # also as a driver names it
             return product.facts
     for arch in TARGETS:
         if _plain(arch) == wanted:

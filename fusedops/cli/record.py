@@ -31,6 +31,12 @@ def record(
     if path.is_dir():
         raise fail(f"{path}: it is a folder")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise fail(f"{path}: {error.strerror}") from None
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise fail(f"{path}: its folder cannot be written")
+    try:
         code = _run(command, environment)
     except OSError as error:
         raise fail(f"{command[0]}: {error.strerror}") from None

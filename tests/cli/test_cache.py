@@ -71,6 +71,20 @@ def test_show_tells_what_was_tried():
     assert "off by 3" in text
     assert len(run_json("show", "norm")["entries"][0]["candidates"]) == 2
     assert run_json("show", "norm", "weight", "direction=forward")["entries"]
+
+
+def test_show_is_short_unless_asked_for_all():
+    tried = tuple(Candidate(replace(CONFIG, block_m=2**i).to_json(), "timed", 1e-5 * (i + 1), 1e-7) for i in range(12))
+    put(entry(candidates=tried))
+    assert "2 more: --all" in run("show", "norm")
+    assert "more: --all" not in run("show", "norm", "--all")
+
+
+def test_explain_says_that_another_architecture_is_one():
+    put(entry())
+    found = run_json("explain", "norm", *WORDS, "--target", "NVIDIA A100-SXM4-80GB")
+    (other,) = (other for other in found["others"] if other["source"] == "your store")
+    assert other["differences"] == ["another architecture: sm_90"]
     assert "no entry has norm width=1" in run("show", "norm", "width=1", code=1)
 
 

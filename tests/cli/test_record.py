@@ -44,6 +44,14 @@ def test_the_commands_exit_code_is_passed_on(tmp_path):
     record(tmp_path, sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)", code=143)
 
 
+def test_a_file_that_cannot_be_written_is_told_of_before(tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = ["record", "--output", str(tmp_path / "file" / "met.jsonl"), "--", sys.executable, "-c", "print('ran')"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "met.jsonl" in result.output.replace("\n", "")
+
+
 def test_a_command_that_is_none(tmp_path):
     result, _ = record(tmp_path, str(tmp_path / "nothing"), code=1)
     assert "No such file" in result.output
