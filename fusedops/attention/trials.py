@@ -188,7 +188,7 @@ class AttentionTrial(Trial):
         # Nine of ten, the first key, and in every row its place on the diagonal: no row sees nothing.
         mask = self.numbers.normal(1, 1, rows, keys, dtype=torch.float16) < 1.28
         mask[..., 0] = True
-        if not self.numbers.empty:
+        if self.numbers.generator is not None:
             torch.diagonal(mask, keys - rows if keys > rows else 0, 2, 3).fill_(True)
         return mask
 

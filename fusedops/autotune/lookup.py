@@ -80,12 +80,14 @@ def look_up(operator: Operator, problem: Any, facts: DeviceFacts, *, use_stored:
     """
     attempts: list[Attempt] = []
     if use_stored:
+        asked = []
         for source, entries, same in _sources(operator, facts):
+            asked.append((source, entries))
             found = _exact(operator, problem, facts, source, entries, attempts)
             if found is not None:
                 config, entry, stale = found
                 return Found(config, source, entry, same, stale, tuple(attempts))
-        for source, entries, _ in _sources(operator, facts):
+        for source, entries in asked:
             found = _nearest(operator, problem, facts, source, entries, attempts)
             if found is not None:
                 config, entry, stale = found
@@ -133,15 +135,16 @@ def _nearest(
     entries: Mapping[str, Entry],
     attempts: list[Attempt],
 ) -> tuple[Config, Entry, tuple[str, ...]] | None:
-    for _, key, entry in sorted(near(operator, problem, entries), key=lambda item: item[:2]):
+    for key, entry in near(operator, problem, entries):
         found = _tried(operator, problem, facts, f"{source}, nearest size", key, entry, attempts)
         if found is not None:
             return found
     return None
 
 
-def near(operator: Operator, problem: Any, entries: Mapping[str, Entry]) -> Iterator[tuple[float, str, Entry]]:
-    """(distance in octaves, key, entry) of each other problem that differs in bucketed sizes only."""
+def near(operator: Operator, problem: Any, entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
+    """(key, entry) of each other problem that differs in bucketed sizes only, the nearest in octaves first."""
+    found: list[tuple[float, str, Entry]] = []
     bucketed = operator.bucketed(problem)
     wanted = operator.problem_json(problem)
     for key, entry in entries.items():
@@ -150,7 +153,8 @@ def near(operator: Operator, problem: Any, entries: Mapping[str, Entry]) -> Iter
             sizes = [(wanted[name], entry.problem[name]) for name in differing]
             octaves = [math.log2(a / b) for a, b in sizes if type(a) is int and type(b) is int and a > 0 < b]
             if len(octaves) == len(sizes):
-                yield sum(map(abs, octaves)), key, entry
+                found.append((sum(map(abs, octaves)), key, entry))
+    return [(key, entry) for _, key, entry in sorted(found, key=lambda item: item[:2])]
 
 
 _NOTHING = object()
@@ -214,7 +218,7 @@ def seeds(operator: Operator, problem: Any, facts: DeviceFacts) -> list[Config]:
     for source, entries, _ in sources:
         _exact(operator, problem, facts, source, entries, attempts)
     for source, entries, _ in sources:
-        for _, key, entry in sorted(near(operator, problem, entries), key=lambda item: item[:2])[:2]:
+        for key, entry in near(operator, problem, entries)[:2]:
             _tried(operator, problem, facts, source, key, entry, attempts)
     return _distinct(operator, attempts)
 

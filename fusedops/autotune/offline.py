@@ -31,7 +31,6 @@ def rank(
     budget_s: float | None = None,
     jobs: int | None = None,
     most: int = MOST,
-    seeds: Callable[[Operator, Any, DeviceFacts], list[Config]] = lambda operator, problem, facts: [],
     progress: Callable[[Progress], None] | None = None,
     found: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
@@ -49,7 +48,6 @@ def rank(
             ``refused``.
         jobs: candidates that are compiled at once; default: as many as there are CPU cores.
         most: candidates a problem.
-        seeds: further candidates of a problem.
         progress: called after every step.
         found: called with each result when it is there.
 
@@ -67,7 +65,7 @@ def rank(
             else:
                 run = _Ranking(operator, problem, facts, number, len(wanted), end, progress)
                 try:
-                    result = run.run(jobs or os.cpu_count() or 1, most, seeds(operator, problem, facts))
+                    result = run.run(jobs or os.cpu_count() or 1, most)
                 except NotImplementedError as error:
                     result = Result.not_searched(operator, problem, str(error))
             results.append(result)
@@ -96,10 +94,10 @@ class _Ranking:
         self._total = self._compiled = self._pruned = 0
         self._note = ""
 
-    def run(self, jobs: int, most: int, seeds: list[Config]) -> Result:
+    def run(self, jobs: int, most: int) -> Result:
         operator, problem, facts = self._operator, self._problem, self._facts
         default = operator.default(problem, facts)
-        configs, self._note = candidates(operator, problem, facts, seeds, most)
+        configs, self._note = candidates(operator, problem, facts, most=most)
         configs = [config for config in configs if _by_torch(config) == _by_torch(default)]
         self._total = len(configs)
         self._emit("compile")

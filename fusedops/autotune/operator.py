@@ -186,10 +186,11 @@ class Operator(Generic[Problem, C]):
 
 def problem_key(fields: Mapping[str, object]) -> str:
     """A problem's fields in one line (:meth:`Operator.key`)."""
-    return " ".join(f"{name}={_word(value)}" for name, value in fields.items())
+    return " ".join(f"{name}={word(value)}" for name, value in fields.items())
 
 
-def _word(value: object) -> str:
+def word(value: object) -> str:
+    """A field's value, as keys have it."""
     if value is None:
         return "none"
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)

@@ -72,25 +72,33 @@ class Trial(ABC):
 
 
 class Numbers:
-    """Makes a trial's inputs, on a device, with a fixed seed; with ``empty`` on the meta device, without any memory.
+    """Makes a trial's inputs, on a device, with a fixed seed; on the meta device without any memory or numbers.
 
     A meta tensor has all that a launch is specialised on, and torch's own operators compute nothing on it.
+
+    Attributes:
+        device: where.
+        generator: what draws; None on the meta device.
     """
 
-    def __init__(self, device: torch.device, empty: bool) -> None:
-        self.empty = empty
+    def __init__(self, device: torch.device, empty: bool = False) -> None:
         self.device = torch.device("meta") if empty else device
-        self._generator = None if empty else torch.Generator(device).manual_seed(1234)
+        self.generator = None if self.device.type == "meta" else torch.Generator(device).manual_seed(1234)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def normal(self, *shape: int, dtype: torch.dtype, mean: float = 0.0, deviation: float = 1.0) -> torch.Tensor:
         """Contiguous, normally distributed."""
-        made = torch.empty(shape, dtype=dtype, device=self.device)
-        return made if self.empty else made.normal_(mean, deviation, generator=self._generator)
+        return self.fill(self.empty(*shape, dtype=dtype), mean, deviation)
+
+    def fill(self, tensor: torch.Tensor, mean: float = 0.0, deviation: float = 1.0) -> torch.Tensor:
+        return tensor if self.generator is None else tensor.normal_(mean, deviation, generator=self.generator)
 
     def seed(self) -> torch.Tensor:
         """One int64, for dropout."""
-        made = torch.empty(1, dtype=torch.int64, device=self.device)
-        return made if self.empty else made.random_(generator=self._generator)
+        made = self.empty(1, dtype=torch.int64)
+        return made if self.generator is None else made.random_(generator=self.generator)
 
 
 def _limit(plain: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, float]:

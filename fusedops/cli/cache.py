@@ -15,7 +15,7 @@ from fusedops.autotune.bundles import Bundle, each, merge, read_bundle, read_bun
 from fusedops.autotune.entries import Entry, mismatches
 from fusedops.autotune.identity import Identity
 from fusedops.autotune.lookup import look_up, shipped_files, store
-from fusedops.autotune.operator import Operator, operator_named, operators
+from fusedops.autotune.operator import Operator, operator_named, operators, word
 from fusedops.cli.devices import facts_named
 from fusedops.cli.durations import human, seconds
 from fusedops.cli.output import fail, human_bytes, print_json, stderr, stdout
@@ -543,15 +543,10 @@ def _differences(operator: Operator, problem: Any, here: Identity) -> Iterator[d
 def _fields_apart(wanted: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     names = dict.fromkeys((*wanted, *there))
     return [
-        f"{name}: {_word(there.get(name))} there, {_word(wanted.get(name))} asked"
+        f"{name}: {word(there.get(name))} there, {word(wanted.get(name))} asked"
         for name in names
         if wanted.get(name) != there.get(name)
     ]
-
-
-def _word(value: object) -> str:
-    """As keys have it."""
-    return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
 
 
 def _identity_apart(here: Identity, there: Identity) -> Iterable[str]:

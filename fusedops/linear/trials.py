@@ -128,8 +128,7 @@ class ForwardTrial(_LinearTrial):
         M, N, K = p.rows, p.cols, p.depth
         seed = None
         if p.dropout:
-            seed = maker.empty(1, dtype=torch.int64)
-            seed = seed if maker.generator is None else seed.fill_(0x5EED)
+            seed = maker.seed()
         return {
             "x": maker.matrix(M, K, p.layout[0], pad, dtype),
             "w": maker.matrix(N, K, p.layout[1], pad, dtype, scale=max(K, 1) ** -0.5),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from fusedops.autotune.buckets import bucket
+from fusedops.autotune.trial import Numbers
 from fusedops.linear.activations import ACTIVATIONS
 from fusedops.linear.reference import no_autocast
 from fusedops.linear.tuning import MOST_ROWS
@@ -30,29 +31,11 @@ PADS: tuple[Pad, ...] = (
     lambda size, itemsize: -size % max(1, 16 // itemsize) + max(1, 16 // itemsize),
 )
 
-_SEED = 20260707
 META = torch.device("meta")
 
 
-class Maker:
-    """Makes tensors of normal random numbers with a fixed seed on a device, or, on the meta device, of no numbers.
-
-    A tensor of the meta device occupies no memory. It has all that a launch is specialised on, and torch's own
-    operators compute nothing on it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.generator = None if device.type == "meta" else torch.Generator(device).manual_seed(_SEED)
-
-    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-        return self.fill(self.empty(*shape, dtype=dtype), scale)
-
-    def fill(self, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return tensor if self.generator is None else tensor.normal_(0.0, scale, generator=self.generator)
+class Maker(Numbers):
+    """Numbers in matrices of a layout."""
 
     def matrix(
         self, rows: int, cols: int, letter: str, pad: Pad, dtype: torch.dtype, scale: float = 1.0
@@ -60,7 +43,7 @@ class Maker:
         """(rows, cols): with unit stride along a row for the letter ``r``, along a column for ``c``."""
         outer, inner = (rows, cols) if letter == "r" else (cols, rows)
         whole = self.empty(outer, inner + pad(inner, dtype.itemsize), dtype=dtype)
-        stored = self.fill(whole[:, :inner], scale)
+        stored = self.fill(whole[:, :inner], deviation=scale)
         return stored if letter == "r" else stored.t()
 
     def matrices(
@@ -69,7 +52,7 @@ class Maker:
         """(groups, rows, cols), each as :meth:`matrix`."""
         outer, inner = (rows, cols) if letter == "r" else (cols, rows)
         whole = self.empty(groups, outer, inner + pad(inner, dtype.itemsize), dtype=dtype)
-        stored = self.fill(whole[..., :inner], scale)
+        stored = self.fill(whole[..., :inner], deviation=scale)
         return stored if letter == "r" else stored.transpose(1, 2)
 
 

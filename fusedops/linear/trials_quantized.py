@@ -77,7 +77,7 @@ class QuantizedTrial(_InferenceTrial):
         weight = maker.empty(N, size + pad(size, 1), dtype=kind)[:, :size]
         scales = maker.empty(*((N, K // p.group) if p.group else (N,)), dtype=torch.float32)
         if maker.generator is not None:
-            values = maker.normal(N, K, dtype=torch.float32, scale=max(K, 1) ** -0.5)
+            values = maker.normal(N, K, dtype=torch.float32, deviation=max(K, 1) ** -0.5)
             numbers, found = reference.quantize_weight(values, p.bits, p.group or None)
             weight.copy_(numbers)
             scales.copy_(found)
@@ -151,7 +151,7 @@ class Fp8Trial(_InferenceTrial):
         scale = maker.empty(rows if per_row else 1, dtype=torch.float32)
         if maker.generator is not None:
             numbers, found = reference.quantize_fp8(
-                maker.normal(rows, cols, dtype=torch.float32, scale=size), dtype, per_row
+                maker.normal(rows, cols, dtype=torch.float32, deviation=size), dtype, per_row
             )
             quantized.copy_(numbers)
             scale.copy_(found.reshape(-1))
