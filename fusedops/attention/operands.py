@@ -12,15 +12,12 @@ from fusedops.attention.tuning import (
     ATTENTION,
     BLOCK,
     FEATURES,
-    MOST_HEADS,
-    MOST_LENGTH,
     AttentionConfig,
     AttentionProblem,
     Pass,
     copies_by_descriptors,
     head_block,
 )
-from fusedops.autotune.buckets import bucket
 from fusedops.autotune.resolve import resolve
 from fusedops.runtime.device import device_facts
 from fusedops.runtime.dropout import threshold_and_scale
@@ -309,10 +306,10 @@ class Operands(NamedTuple):
 
     def problem(self, kernel: Pass, described: bool = False) -> AttentionProblem:
         (batch, heads, rows, d_k), (_, key_heads, keys, d_v) = self.shape, self.shape_v
-        return AttentionProblem(
-            kernel, d_k, d_v, bucket(rows, MOST_LENGTH), bucket(keys, MOST_LENGTH), bucket(batch * heads, MOST_HEADS),
-            heads // key_heads, DTYPE_NAMES[self.q.dtype], self.precision if self.q.element_size() == 4 else "ieee",
-            self.right is not None, self.left is not None, self.features, described,
+        return AttentionProblem.of(
+            kernel, d_k, d_v, rows, keys, heads=batch * heads, queries=heads // key_heads,
+            dtype=DTYPE_NAMES[self.q.dtype], precision=self.precision if self.q.element_size() == 4 else "ieee",
+            causal=self.right is not None, window=self.left is not None, features=self.features, described=described,
         )  # fmt: skip
 
     def flags(self, kernel: Pass, config: AttentionConfig) -> dict[str, Any]:
