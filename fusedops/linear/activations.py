@@ -139,6 +139,60 @@ ACTIVATIONS: dict[str, Activation] = {
 _OWN = frozenset(ACTIVATIONS)
 
 
+# What torch.nn's modules compute with their default arguments.
+_MODULES: dict[type, str] = {
+    torch.nn.ELU: "elu",
+    torch.nn.Hardsigmoid: "hardsigmoid",
+    torch.nn.Hardswish: "hardswish",
+    torch.nn.LeakyReLU: "leaky_relu",
+    torch.nn.Mish: "mish",
+    torch.nn.ReLU: "relu",
+    torch.nn.SiLU: "silu",
+    torch.nn.Sigmoid: "sigmoid",
+    torch.nn.Softplus: "softplus",
+    torch.nn.Tanh: "tanh",
+}
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+# Arguments that our activations have fixed.
+_DEFAULTS = {"alpha": 1.0, "negative_slope": 0.01, "beta": 1.0, "threshold": 20.0}
+_FUNCTIONS: dict[Any, str] = {
+    **{own.forward: name for name, own in ACTIVATIONS.items()},
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    F.relu_: "relu",
+    F.elu_: "elu",
+    F.leaky_relu_: "leaky_relu",
+    F.sigmoid: "sigmoid",
+    F.tanh: "tanh",
+}
+
+
+def name_of(activation: Any) -> str | None:
+    """The name by which :func:`fusedops.linear` takes what a function or module of torch's computes; None: it does not.
+
+    Only torch's own modules themselves: a subclass may compute anything.
+
+    Example:
+        >>> name_of(torch.nn.GELU("tanh")), name_of(F.silu), name_of(torch.nn.LeakyReLU(0.2))
+        ('gelu_tanh', 'silu', None)
+    """
+    if isinstance(activation, torch.nn.Module):
+        kind = type(activation)
+        if kind is torch.nn.GELU:
+            return _GELU.get(str(activation.approximate))
+        name = _MODULES.get(kind)
+        if name is not None:
+            values = activation.__dict__
+            for argument, usual in _DEFAULTS.items():
+                if values.get(argument, usual) != usual:
+                    return None
+        return name
+    try:
+        return _FUNCTIONS.get(activation)
+    except TypeError:  # not hashable
+        return None
+
+
 def register_activation(
     name: str,
     forward: Elementwise,

@@ -16,10 +16,11 @@ def unobserved(part: Any, *kinds: type) -> bool:
     """Whether the part is of one of these classes itself, and nobody could tell if it were not called.
 
     Not so where it was exchanged for another class (LoRA, quantised, parametrized), its calls are hooked or its forward
-    was replaced.
+    was replaced. The fused class that fusedops.patch gives to a part counts as its own.
     """
+    kind = type(part)
     return (
-        type(part) in kinds
+        kind.__dict__.get("fused_original", kind) in kinds
         and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
         and "forward" not in part.__dict__
         and not torch_module._has_any_global_hook()

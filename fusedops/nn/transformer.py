@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusedops.linear.activations import ACTIVATIONS, check_activation
+from fusedops.linear.activations import ACTIVATIONS, check_activation, name_of
 from fusedops.linear.functional import linear
 from fusedops.nn.attention import MultiheadAttention, check_heads, check_inputs, check_size
 from fusedops.nn.linear import check_bias
@@ -28,41 +28,12 @@ _NAMES = ("src", "src", "src", "src_key_padding_mask", "src_mask")
 
 _Activation = Callable[[torch.Tensor], torch.Tensor]
 
-# What torch.nn's modules compute with their default arguments, by fusedops' names.
-_MODULES: dict[type, str] = {
-    torch.nn.ELU: "elu",
-    torch.nn.Hardsigmoid: "hardsigmoid",
-    torch.nn.Hardswish: "hardswish",
-    torch.nn.LeakyReLU: "leaky_relu",
-    torch.nn.Mish: "mish",
-    torch.nn.ReLU: "relu",
-    torch.nn.SiLU: "silu",
-    torch.nn.Sigmoid: "sigmoid",
-    torch.nn.Softplus: "softplus",
-    torch.nn.Tanh: "tanh",
-}
-_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
-# Arguments that our activations have fixed.
-_DEFAULTS = {"alpha": 1.0, "negative_slope": 0.01, "beta": 1.0, "threshold": 20.0}
-
 
 def activation_name(activation: Any) -> str | None:
-    """The name by which :func:`fusedops.linear` takes a function or a module of torch's; None: it does not."""
-    if isinstance(activation, torch.nn.Module):
-        kind = type(activation)
-        if not unobserved(activation, kind):
-            return None
-        if kind is torch.nn.GELU:
-            return _GELU.get(str(activation.approximate))
-        values = activation.__dict__
-        usual = all(values.get(argument, value) == value for argument, value in _DEFAULTS.items())
-        return _MODULES.get(kind) if usual else None
-    if activation is torch.relu:
-        return "relu"
-    for name, own in ACTIVATIONS.items():
-        if activation is own.forward:
-            return name
-    return None
+    """The name by which :func:`fusedops.linear` takes a function or a module of torch's; None: it must be called."""
+    if isinstance(activation, torch.nn.Module) and not unobserved(activation, type(activation)):
+        return None
+    return name_of(activation)
 
 
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
