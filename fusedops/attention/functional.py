@@ -37,8 +37,6 @@ from fusedops.runtime.precision import autocast_dtype, float32_precision
 # The kernels hold whole rows of q, k and v.
 _MAX_SIZE = 256
 
-_torch_attention = torch._C._nn.scaled_dot_product_attention
-
 
 def _unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options | None = None) -> list[str]:
     """Every reason why the attention kernels cannot take these tensors and options."""
@@ -451,7 +449,7 @@ def scaled_dot_product_attention(
         out = _run(q, k, v, _drop_in_options(query, mask, dropout_p, is_causal, scale))[0]
         return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
     mask = reference.torch_mask(attn_mask, query)
-    return _torch_attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return reference.dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _drop_in_options(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -394,4 +394,31 @@ def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
     if q.shape[1] != k.shape[1]:
         grouped = True
     mask = torch_mask(attn_mask, q)
-    return _dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=options.scale, enable_gqa=grouped)
+    return dot_product_attention(q, k, v, mask, 0.0, is_causal, options.scale, grouped)
+
+
+def dot_product_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, with the right gradients.
+
+    On the CPU those of its fused way are wrong in rows that a mask fills with finfo.min, as eager models do for
+    padding: there torch's plain composition runs. (Not under autocast, which does not know that.)
+    """
+    differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if q.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        differentiated = False
+    float_mask = mask is not None and mask.is_floating_point()
+    attend = _composed if float_mask and differentiated else _dot_product_attention
+    return attend(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _composed(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]

@@ -154,7 +154,7 @@ def torch_norm(
     if out_dtype is None or out_dtype == output_dtype(input):
         if kind == "layer":
             # torch.layer_norm is what F.layer_norm calls, without the cost of its wrapper.
-            if _torch_takes(input, weight, bias):
+            if _torch_takes(input, weight, bias) and not _loses_gradients(input, weight, bias):
                 return torch.layer_norm(input, normalized_shape, weight, bias, eps)
         elif kind == "rms" and weight_offset == 0.0 and (weight is None or weight.dtype == input.dtype):
             return torch.rms_norm(input, normalized_shape, weight, eps)
@@ -284,6 +284,12 @@ def torch_group_norm(
 
 def _by_channel(parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return parameter.view(-1, *(1,) * (like.dim() - 2))
+
+
+def _loses_gradients(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether torch's layer_norm would add up float32 parameters' gradients over all rows in 16 bits, as on the CPU."""
+    wanted = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias))
+    return wanted and any(p is not None and p.dtype != input.dtype for p in (weight, bias))
 
 
 def _torch_takes(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
