@@ -8,7 +8,8 @@
 #   make clean    remove .venv and everything that was built
 #
 # Another interpreter: make test PYTHON=python3.12
-# An environment of your own, with what pyproject.toml's `dev` extra lists: make test VENV= PYTHON=python
+# An environment of your own, with what pyproject.toml's `dev` extra lists (and timm and torchvision, or else their tests
+# are skipped): make test VENV= PYTHON=python
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -64,5 +65,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --no-compile -c constraints.txt torch
 	$(RUN) -c "import triton" 2>/dev/null || $(RUN) -m pip install --quiet --no-compile "$(TRITON)"
 	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
+	$(RUN) -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/vision -c constraints.txt timm torchvision
 	touch $@
 endif

@@ -16,7 +16,7 @@ from fusedops.linear.functional_quantized import (
 )
 from fusedops.norm.functional import add_layer_norm, add_rms_norm, group_norm, l2_norm, layer_norm, rms_norm
 from fusedops.norm_linear.functional import layer_norm_linear, rms_norm_linear
-from fusedops.patching import PatchError, PatchReport, patch, patched, plan, unpatch
+from fusedops.patching import MemoryReport, PatchError, PatchReport, memory_report, patch, patched, plan, unpatch
 from fusedops.runtime.backend import BackendError, FallbackWarning, backend, explain
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "BlockMask",
     "FallbackWarning",
     "MaskMod",
+    "MemoryReport",
     "PatchError",
     "PatchReport",
     "ScoreMod",
@@ -45,6 +46,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_linear",
     "linear",
+    "memory_report",
     "nn",
     "patch",
     "patched",

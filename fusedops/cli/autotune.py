@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json as json_module
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -21,6 +19,7 @@ from rich.text import Text
 
 from fusedops.cli.devices import facts_named
 from fusedops.cli.durations import human, seconds
+from fusedops.cli.factories import factory_named
 from fusedops.cli.output import fail, print_json, stderr, stdout
 from fusedops.cli.problems import short
 from fusedops.runtime.backend import HAS_TRITON
@@ -199,7 +198,7 @@ def _of_model(name: str, ask: _Asked) -> list[Recorded]:
     from fusedops.inspection.offline import capture_launches
     from fusedops.runtime.backend import backend
 
-    made = _factory(name)()
+    made = factory_named(name, "--model")()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module):
         raise ValueError(
@@ -219,24 +218,6 @@ def _of_model(name: str, ask: _Asked) -> list[Recorded]:
     device = tunable_device()
     inputs = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, inputs)
     return problems_of_model(model.to(device), inputs, training=ask.training)
-
-
-def _factory(name: str) -> Callable[[], Any]:
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise ValueError(f"--model must be module:factory; got {name!r}")
-    sys.path.insert(0, "")  # as python -m has it
-    try:
-        value = importlib.import_module(module)
-        for part in attribute.split("."):
-            value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model: {name}: {error}") from None
-    finally:
-        sys.path.remove("")
-    if not callable(value):
-        raise ValueError(f"--model: {name} must be callable; it is a {type(value).__name__}")
-    return value
 
 
 def _json(path: Path) -> Any:

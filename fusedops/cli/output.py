@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from fusedops.runtime.sizes import human_bytes as human_bytes
+
 
 def stdout() -> Console:
     """For results."""
@@ -27,16 +29,6 @@ def fail(message: str) -> typer.Exit:
     """Print an error; the caller raises what this returns, which ends the command with exit code 1."""
     stderr().print(f"[bold red]error:[/] {_escape(message)}", soft_wrap=True)
     return typer.Exit(1)
-
-
-def human_bytes(size: int) -> str:
-    """A size as people write it: 512 B, 3.4 KiB, 139.8 GiB."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def _escape(text: str) -> str:

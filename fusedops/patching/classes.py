@@ -7,9 +7,12 @@ exists only in memory, so that pickling and deepcopy name the original class and
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, ClassVar
 
 from torch import nn
+
+from fusedops.patching.source import methods_of
 
 # What a rule adds to a class: the mixin that goes before the original class, and more attributes. None where the rule
 # has nothing for this class.
@@ -18,7 +21,7 @@ BodyMaker = Callable[[type[nn.Module]], "Body | None"]
 
 # For each kind of fused class: what makes its body, and what has to be done before a module may become one.
 _makers: dict[str, tuple[BodyMaker, Callable[[], None]]] = {}
-_classes: dict[tuple[type[nn.Module], str], type[nn.Module] | None] = {}
+_classes: dict[tuple[type[nn.Module], str], tuple[Any, type[nn.Module] | None]] = {}
 
 
 class Fused:
@@ -47,6 +50,17 @@ def register_maker(rule: str, make: BodyMaker, prepare: Callable[[], None] = lam
     _makers[rule] = make, prepare
 
 
+def has_maker(rule: str) -> bool:
+    return rule in _makers
+
+
+def forget_maker(rule: str) -> None:
+    """Undo :func:`register_maker`: nothing gets such a class any more."""
+    del _makers[rule]
+    for key in [key for key in _classes if key[1] == rule]:
+        del _classes[key]
+
+
 def is_fused(kind: type) -> bool:
     """Whether this is a fused class itself (and not a class that somebody derived from one)."""
     return "fused_original" in kind.__dict__
@@ -63,11 +77,14 @@ def original_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def fused_class(original: type[nn.Module], rule: str) -> type[nn.Module] | None:
-    """The fused subclass of a class, always the same one; None where the rule cannot fuse this class."""
-    key = (original, rule)
-    if key not in _classes:
-        _classes[key] = _make(original, rule)
-    return _classes[key]
+    """The fused subclass of a class; None where the rule cannot fuse this class.
+
+    Always the same one, as long as the class runs the same methods: somebody may give it others.
+    """
+    key, methods = (original, rule), methods_of(original, nn.Module)
+    if key not in _classes or _classes[key][0] != methods:
+        _classes[key] = methods, _make(original, rule)
+    return _classes[key][1]
 
 
 def _make(original: type[nn.Module], rule: str) -> type[nn.Module] | None:
@@ -75,17 +92,17 @@ def _make(original: type[nn.Module], rule: str) -> type[nn.Module] | None:
     if body is None:
         return None
     mixin, attributes = body
+    names = {"__name__": f"Fused{original.__name__}", "__qualname__": f"Fused{original.__qualname__}"} | attributes
     namespace = {
         # The original's module: tools such as torch.fx tell torch's own modules by it.
         "__module__": original.__module__,
-        "__qualname__": f"Fused{original.__qualname__}",
         "__doc__": f"{original.__qualname__} whose forward calls fusedops. {mixin.__doc__}",
         "fused_rule": rule,
         "fused_original": original,
-        **attributes,
+        **names,
     }
     metaclass: Any = type(original)
-    return metaclass(f"Fused{original.__name__}", (mixin, original), namespace)
+    return metaclass(namespace.pop("__name__"), (mixin, original), namespace)
 
 
 def fuse(module: nn.Module, rule: str) -> bool:
@@ -100,8 +117,27 @@ def fuse(module: nn.Module, rule: str) -> bool:
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    kept = _kept_forward(module)
     # Past any __setattr__ that the module's class may have.
     object.__setattr__(module, "__class__", kind)
+    if kept is not None:
+        module.__dict__[kept] = MethodType(kind.forward, module)
+
+
+def calls_class_forward(module: nn.Module) -> bool:
+    """Whether the forward of the instance is accelerate's, and no other than the class' but for what it moves."""
+    return _kept_forward(module) is not None
+
+
+def _kept_forward(module: nn.Module) -> str | None:
+    """Where an instance that accelerate hooks, or has hooked, holds the forward of its class as a bound method.
+
+    That is beside the hook, which moves what the module is given and calls it; or in the hook's place once it is gone.
+    """
+    name = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+    kept = module.__dict__.get(name)
+    bound = isinstance(kept, MethodType) and kept.__self__ is module and kept.__func__ is type(module).forward
+    return name if bound else None
 
 
 def rebuild(original: type[nn.Module], rule: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from fusedops.runtime.device import DeviceFacts, device_facts
+from fusedops.runtime.device import DeviceFacts, device_facts, launches_nothing
 from fusedops.runtime.settings import BACKENDS, SETTINGS, Backend, Settings
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -166,7 +166,7 @@ def _all_device_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -
 
 def _device_reasons(kind: str, index: int | None) -> tuple[str, ...]:
     reasons = []
-    if not HAS_TRITON:
+    if not HAS_TRITON and not launches_nothing():
         reasons.append("Triton is not installed")
     if kind == "cpu":
         # Offline compilation pretends that CPU tensors lie on a GPU; their launches are written down, not run.
@@ -192,7 +192,7 @@ _device_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _bfloat16_reasons(kind: str, index: int | None) -> list[str]:
     if kind == "cpu":
-        if SETTINGS.interpret and not interpreter_knows_bfloat16:
+        if SETTINGS.interpret and not interpreter_knows_bfloat16 and not launches_nothing():
             return ["bfloat16: Triton's interpreter (TRITON_INTERPRET=1) computes it wrongly"]
         return []
     facts = device_facts(torch.device(kind, index or 0))
@@ -242,7 +242,7 @@ def use_triton(operator: str, reasons: list[str], device: torch.device) -> bool:
     """
     if not reasons:
         return True
-    if backend_mode() == "triton":
+    if backend_mode() == "triton" and not launches_nothing():
         raise BackendError(f"{operator}: the Triton backend cannot serve this call: {'; '.join(reasons)}")
     if device.type == "cuda" and not torch.compiler.is_compiling():
         _warn_once(operator, "; ".join(reasons))
@@ -261,7 +261,7 @@ def can_launch(tensor: torch.Tensor) -> bool:
     The public functions have asked :func:`use_triton` before; this serves graphs that were exported on one
     machine and run on another, and the backward of what they hold.
     """
-    return not device_reasons(tensor.device, (tensor.dtype,))
+    return not launches_nothing() and not device_reasons(tensor.device, (tensor.dtype,))
 
 
 @dataclass(frozen=True, slots=True)

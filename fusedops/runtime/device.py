@@ -83,6 +83,8 @@ TARGETS: dict[str, DeviceFacts] = {
 _facts: dict[torch.device, DeviceFacts] = {}
 # By thread: what is pretended there.
 _pretended: dict[int, DeviceFacts] = {}
+# Threads whose calls take the kernels' way while nothing is launched.
+_unlaunched: set[int] = set()
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -95,6 +97,11 @@ def device_facts(device: torch.device) -> DeviceFacts:
 def pretending() -> bool:
     """Whether this thread pretends that its tensors lie on another device."""
     return bool(_pretended) and threading.get_ident() in _pretended
+
+
+def launches_nothing() -> bool:
+    """Whether this thread's operators compute by their reference formulas whatever :func:`device_facts` says."""
+    return bool(_unlaunched) and threading.get_ident() in _unlaunched
 
 
 def _first_facts(device: torch.device) -> DeviceFacts:
@@ -141,6 +148,24 @@ def pretend(facts: DeviceFacts) -> Iterator[None]:
             del _pretended[thread]
         else:
             _pretended[thread] = before
+
+
+@contextlib.contextmanager
+def pretend_unlaunched(facts: DeviceFacts) -> Iterator[None]:
+    """As :func:`pretend`, and no kernel is needed: the operators compute by their reference formulas.
+
+    So a call with CPU tensors takes the way that it takes on that device, saves for its backward what it saves there,
+    and has the right values, where Triton is missing too.
+    """
+    thread = threading.get_ident()
+    inside = thread in _unlaunched
+    with pretend(facts):
+        _unlaunched.add(thread)
+        try:
+            yield
+        finally:
+            if not inside:
+                _unlaunched.discard(thread)
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:

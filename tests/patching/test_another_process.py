@@ -40,11 +40,11 @@ def pickled(folder):
     for path in paths:
         model = torch.load(path, weights_only=False)
         batch, expected = torch.load(path.with_suffix(".expected"))
-        fused = [module for module in model.modules() if type(module).__name__.startswith("Fused")]
+        fused = [module for module in model.modules() if "fused_rule" in vars(type(module))]
         import fusedops
-        from fusedops.patching import attention, chains
+        from fusedops.patching import attention, linears
         calls = Counter()
-        originals = [(chains, "linear", chains.linear)]
+        originals = [(linears, "linear", linears.linear)]
         originals += [(attention, "scaled_dot_product_attention", attention.scaled_dot_product_attention)]
         for module, name, original in originals:
             def counted(*args, original=original, name=name, **kwargs):

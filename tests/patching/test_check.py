@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import namedtuple
+
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import fusedops
-from fusedops.patching import chains
+from fusedops.patching import check as checking
+from fusedops.patching import linears, norms
 from tests.patching.models import MLP, block, classes, gpt2, inputs
 
 X = torch.linspace(-2, 2, 16).view(2, 8)
 
 
 def test_reports_the_largest_difference(monkeypatch):
-    monkeypatch.setattr(chains, "linear", lambda x, w, b, a: nn.functional.gelu(nn.functional.linear(x, w, b)) + 0.25)
+    monkeypatch.setattr(linears, "linear", lambda x, w, b, a: nn.functional.gelu(nn.functional.linear(x, w, b)) + 0.25)
     model = nn.Sequential(nn.Linear(8, 4), nn.GELU())
     expected = model(X)
     check = fusedops.patch(model, check=(X,)).check
@@ -148,3 +153,221 @@ def test_inputs_that_the_model_changes_are_the_same_in_both_runs():
     report = fusedops.patch(model, check=((ids,), {"cache": cache, "use_cache": True}))
     assert report.check.max_abs_error < 1e-5
     assert cache.get_seq_length() == 0
+
+
+# The noise floor
+
+
+class Deep(nn.Module):
+    """Steps of one dtype, after which their noise is about the root of their number times half a unit in last place."""
+
+    def __init__(self, steps=16):
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(8, 8) for _ in range(steps))
+        for step in self.steps:
+            nn.init.eye_(step.weight)
+            nn.init.zeros_(step.bias)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return {"plain": x, "normed": self.norm(x)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_floor_is_that_of_the_models_own_dtype(dtype):
+    model = Deep().to(dtype)
+    observed = checking.observe(model, checking.Inputs.read(X.to(dtype)))
+    unit = torch.finfo(dtype).eps * 2  # relative, of the largest value
+    assert unit / 2 <= observed.noise["output.plain"] <= 16 * unit
+    check = fusedops.patch(model, check=X.to(dtype)).check
+    assert check.noise_floor >= torch.finfo(dtype).eps / 2
+    assert check.explained
+
+
+def test_more_steps_have_more_noise():
+    short, long = (checking.observe(Deep(n), checking.Inputs.read(X)).noise["output.plain"] for n in (1, 64))
+    assert 0 < short < long
+
+
+def test_the_floor_is_that_of_the_output_with_the_largest_difference(monkeypatch):
+    monkeypatch.setattr(norms, "layer_norm", lambda x, *a: nn.functional.layer_norm(x, *a) + 0.25)
+    model = Deep()
+    noise = checking.observe(model, checking.Inputs.read(X)).noise
+    report = fusedops.patch(model, check=X)
+    assert report.check.where == "output.normed"
+    assert report.check.noise_floor == noise["output.normed"] != noise["output.plain"]
+    assert not report.check.explained
+    assert "more than rounding explains" in str(report)
+
+
+def test_a_wrong_result_is_told_from_rounding(monkeypatch):
+    # One part in a thousand: no test of a bf16 model by its values would see it.
+    monkeypatch.setattr(norms, "layer_norm", lambda x, *a: nn.functional.layer_norm(x, *a) * 1.001)
+    report = fusedops.patch(Deep(), check=X)
+    assert report.check.max_abs_error > 10 * report.check.noise_floor
+    assert not report.check.explained
+
+
+def test_measuring_noise_leaves_no_trace_and_is_the_same_again():
+    model = MLP().train()
+    order = []
+    handles = [
+        model.up.register_forward_pre_hook(lambda *_: order.append("before")),
+        model.up.register_forward_hook(lambda *_: order.append("after")),
+    ]
+    state = torch.get_rng_state()
+    inputs = checking.Inputs.read({"x": X})  # by keyword
+    first = checking.observe(model, inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert order == ["before", "after"] * (2 + checking.DRAWS)
+    for handle in handles:
+        handle.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model.training
+    again = checking.observe(model, inputs)
+    assert again.noise == first.noise
+    assert torch.equal(again.outputs["output"], first.outputs["output"])
+
+
+def test_what_rounds_nothing_adds_no_noise():
+    model = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Identity())
+    assert checking.observe(model, checking.Inputs.read(X)).noise == {"output": 0.0}
+    # Then the floor is the output's own rounding.
+    check = fusedops.patch(model, check=X).check
+    assert check.noise_floor == pytest.approx(2.0 * torch.finfo(torch.float32).eps / 2)
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Result:
+    value: torch.Tensor
+    words: str = "words"
+
+
+class Structured(nn.Module):
+    """A leaf that returns every kind of structure."""
+
+    def forward(self, x, *, kind):
+        y, n = x * 1.5, torch.arange(3)
+        return {
+            "tuple": (y, n), "list": [y, None], "namedtuple": Pair(y, n), "dict": {"y": y}, "dataclass": Result(y),
+            "output": BaseModelOutput(last_hidden_state=y),
+        }[kind]  # fmt: skip
+
+
+class Calls(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.leaf, self.kind = Structured(), kind
+
+    def forward(self, x):
+        return self.leaf(x, kind=self.kind)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "namedtuple", "dict", "dataclass", "output"])
+def test_leaves_that_return_structures(kind):
+    noise = checking.observe(Calls(kind), checking.Inputs.read(X)).noise
+    assert len(noise) == 1
+    assert 0 < max(noise.values()) < 1e-6
+
+
+def test_attention_that_calls_no_child_is_a_step():
+    # nn.MultiheadAttention has a child, out_proj, whose weight it reads without calling it.
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.MultiheadAttention(8, 2)
+
+        def forward(self, x):
+            return self.heads(x, x, x)[0]
+
+    assert checking.observe(Attends(), checking.Inputs.read(X)).noise["output"] > 0
+
+
+def test_masks_stay_finite_and_integers_stay():
+    class Masks(nn.Module):
+        def forward(self, x):
+            return torch.full_like(x, torch.finfo(x.dtype).min), x.long(), torch.full_like(x, -torch.inf)
+
+    observed = checking.observe(nn.Sequential(Masks()), checking.Inputs.read(X))
+    assert observed.noise["output[0]"] < torch.finfo(torch.float32).max / 1e6
+    assert observed.noise["output[2]"] == 0.0
+    assert "output[1]" not in observed.noise
+
+
+def test_a_model_that_cannot_be_hooked_is_checked_without_a_floor():
+    class Fragile(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            if self.norm._forward_hooks:
+                raise RuntimeError("no hooks here")
+            return self.norm(x)
+
+    model = Fragile()
+    report = fusedops.patch(model, check=X)
+    assert report.check.noise_floor is None
+    assert report.check.max_abs_error < 1e-6
+    assert not model.norm._forward_hooks
+    assert "noise floor not measured" in str(report)
+
+
+def test_outputs_without_floating_point_have_no_floor():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return (self.norm(x) > 3).sum()
+
+    assert fusedops.patch(Counts(), check=X).check.noise_floor is None
+
+
+def test_the_floor_of_a_partly_patched_model(monkeypatch):
+    # What was patched before runs unfused while it is hooked: that difference is no noise.
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
+    fusedops.patch(model[:2])
+    monkeypatch.setattr(linears, "linear", lambda x, w, b, a: nn.functional.gelu(nn.functional.linear(x, w, b)) + 0.5)
+    report = fusedops.patch(model, check=X)
+    assert report.check.noise_floor < 1e-5
+
+
+def test_the_floor_of_a_compiled_model():
+    report = fusedops.patch(torch.compile(block(), backend="eager"), check=X)
+    assert 0 < report.check.noise_floor < 1e-5
+    assert report.check.explained
+
+
+def test_calls_that_raise_and_are_caught_are_no_steps():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise ValueError
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.raises, self.norm = Raises(), nn.LayerNorm(8)
+
+        def forward(self, x):
+            try:
+                return self.raises(x)
+            except ValueError:
+                return self.norm(x)
+
+    observed = checking.observe(nn.Sequential(Catches(), nn.Linear(8, 8)), checking.Inputs.read(X))
+    assert 0 < observed.noise["output"] < 1e-5
+
+
+def test_another_path_of_the_original_is_no_noise():
+    # In evaluation mode without hooks torch's layer takes a path that computes GELU(tanh) as GELU, 1e-4 away.
+    layer = nn.TransformerEncoderLayer(8, 2, 16, activation=nn.GELU("tanh"), batch_first=True)
+    check = fusedops.patch(layer, check=X[None]).check
+    assert check.noise_floor < 1e-5
+    assert check.explained == (check.max_abs_error <= 10 * check.noise_floor)

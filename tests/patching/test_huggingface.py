@@ -16,7 +16,6 @@ from tests.patching.models import (
     PADDINGS,
     attended,
     bert,
-    classes,
     gpt2,
     inputs,
     logits_and_gradients,
@@ -185,8 +184,8 @@ def test_activations_of_configs(name):
     plain = gpt2(activation_function=name, n_layer=1)
     patched = twin(plain)
     report = fusedops.patch(patched)
-    fused = {"gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"}
-    assert (rules_of(report)["linear+activation"] == 1) == (name in fused | {"silu", "swish", "relu"})
+    unknown = {"gelu_10", "laplace", "linear", "relu6", "sqrtsoftplus", "prelu", "xielu"}
+    assert (rules_of(report)["linear+activation"] == 1) == (name not in unknown)
     same_model(plain, patched, inputs(plain))
 
 
@@ -275,29 +274,6 @@ def test_another_implementation_chosen_after_patching_is_honoured(calls):
     model.set_attn_implementation("eager")
     torch.testing.assert_close(attended(model(**batch).logits, batch), attended(expected, batch), **CLOSE)
     assert calls["scaled_dot_product_attention"] == 2
-
-
-def test_attention_of_models_without_a_rule_is_named():
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        vocab_size=9,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    before = classes(model)
-    report = fusedops.patch(model)
-    reasons = {entry.path: entry.reason for entry in report.left}
-    assert reasons["model.layers.0.self_attn"] == (
-        "no rule for the attention of 'llama' models (transformers.models.llama.modeling_llama.LlamaAttention) yet"
-    )
-    assert "no rule for transformers.models.llama.modeling_llama.LlamaRMSNorm yet" in reasons["model.norm"]
-    assert not report.replaced
-    assert classes(model) == before
 
 
 def test_other_implementations_are_left_alone():

@@ -113,11 +113,11 @@ def test_chains_of_users_modules_are_found(calls):
 
 @pytest.mark.parametrize("mode", ["training", "evaluation", "torch's fast path"])
 def test_a_transformer_layer_of_torch(mode, calls):
-    plain = nn.TransformerEncoderLayer(8, 2, 12, activation=nn.GELU(), batch_first=True).train(mode == "training")
+    plain = nn.TransformerEncoderLayer(8, 2, 12, 0.0, activation=nn.GELU(), batch_first=True).train(mode == "training")
     patched = twin(plain)
     report = fusedops.patch(patched)
-    assert [entry.path for entry in report.replaced] == ["linear1", "norm1", "norm2"]
-    assert [entry.path for entry in report.left] == ["self_attn"]
+    assert [entry.path for entry in report.replaced] == ["", "self_attn", "norm1", "norm2"]
+    assert not report.left
     x = torch.randn(2, 5, 8)
     results = []
     with torch.set_grad_enabled(mode != "torch's fast path"):
@@ -125,8 +125,6 @@ def test_a_transformer_layer_of_torch(mode, calls):
             torch.manual_seed(0)
             results.append(model(x))
     torch.testing.assert_close(*results)
-    # The fast path takes a layer whole, from its parameters.
-    assert calls["linear"] == (mode != "torch's fast path")
 
 
 def test_a_patched_sequential_is_still_a_container(calls):
@@ -137,9 +135,9 @@ def test_a_patched_sequential_is_still_a_container(calls):
     assert len(model) == 5
     assert torch.equal(model(x), nn.Sequential(*model)(x))
     assert torch.equal(model[:2](x), model[1](model[0](x)))
-    model[1] = nn.Tanh()
+    model[1] = nn.Softsign()
     calls.clear()
-    assert torch.equal(model[:2](x), torch.tanh(model[0](x)))
+    assert torch.equal(model[:2](x), nn.functional.softsign(model[0](x)))
     assert calls["linear"] == 0
     assert torch.equal(nn.Sequential()(x), x)
 

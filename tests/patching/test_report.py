@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import fusedops
-from fusedops.patching import PatchReport
+from fusedops.patching import CheckResult, Left, PatchReport
 from tests.patching.models import MLP, bert, block, classes, gpt2
 
 
@@ -20,25 +22,29 @@ def test_what_was_replaced():
         ("0", "Linear -> GELU", "linear+activation", 'fusedops.linear(activation="gelu")'),
         ("2", "LayerNorm", "norm", "fusedops.layer_norm"),
     ]
-    assert report.left == report.already == report.notes == ()
+    assert report.left == report.already == ()
+    (note,) = report.notes
+    assert note == "on cpu, here, fusedops' functions run torch's operators: the backend in force is torch"
     assert report.check is None
 
 
 def test_text():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8)) for _ in range(12)))
     model.append(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    model[-1][1].register_forward_hook(lambda *_: None)
     report = fusedops.patch(model)
     assert str(report) == "\n".join(
         [
             "fusedops: 24 replaced, 1 left alone",
             "replaced:",
             '   12 x Linear -> ReLU => fusedops.linear(activation="relu")',
-            "        *.*",
+            "        0.0, 1.0, 2.0, ..., 11.0",
             "   12 x LayerNorm => fusedops.layer_norm",
-            "        *.*",
+            "        0.2, 1.2, 2.2, ..., 11.2",
             "left alone:",
-            "    1 x Linear -> Tanh: patch does not fuse Tanh into a Linear",
+            "    1 x Linear -> Tanh: the activation has forward hooks",
             "        12.0",
+            "note: on cpu, here, fusedops' functions run torch's operators: the backend in force is torch",
         ]
     )
 
@@ -57,8 +63,9 @@ def test_text_of_the_model_itself():
 
 def test_dictionary_is_json():
     model = block()
-    model.append(nn.MultiheadAttention(8, 2))
-    report = fusedops.patch(model[:4], check=(torch.randn(2, 8),))
+    report = fusedops.patch(model, check=(torch.randn(2, 8),))
+    model.append(nn.LayerNorm(8))
+    model[4].weight = nn.Parameter(torch.ones(8, dtype=torch.complex64))
     data = json.loads(json.dumps(report.to_dict()))
     assert data["replaced"][1] == {
         "path": "2",
@@ -67,6 +74,8 @@ def test_dictionary_is_json():
         "calls": "fusedops.layer_norm",
     }
     assert data["check"]["max_abs_error"] == report.check.max_abs_error
+    assert data["check"]["noise_floor"] == report.check.noise_floor > 0
+    assert data["check"]["explained"] is True
     assert json.loads(json.dumps(fusedops.plan(model).to_dict()))["left"][0]["path"] == "4"
 
 
@@ -78,7 +87,7 @@ def test_plan_changes_nothing():
         assert not report.applied
         assert classes(model) == before
         assert [dict(module.__dict__) for module in model.modules()] == attributes
-        assert fusedops.patch(model) == PatchReport(report.replaced, report.left)
+        assert fusedops.patch(model) == PatchReport(report.replaced, report.left, notes=report.notes)
 
 
 def test_patching_twice_changes_nothing_more():
@@ -123,7 +132,7 @@ def test_strict_raises_when_nothing_can_be_replaced():
 def test_models_only(function):
     with pytest.raises(TypeError, match=f"{function.__name__}: model must be a torch.nn.Module; got dict"):
         function({})
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got type"):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module; got the class LayerNorm: make an instance"):
         function(nn.LayerNorm)
 
 
@@ -180,3 +189,44 @@ def test_compiled_and_distributed_models_are_patched_inside():
     assert [entry.path for entry in report.replaced] == ["_orig_mod.0", "_orig_mod.2"]
     assert "the model is compiled" in report.notes[0]
     assert "note: the model is compiled" in str(report)
+
+
+def shown(report, width=160):
+    console = Console(width=width, file=io.StringIO())
+    console.print(report)
+    return console.file.getvalue()
+
+
+def test_table():
+    model = bert(num_hidden_layers=3)
+    model.bert.encoder.layer[1].intermediate.dense.register_forward_hook(lambda *_: None)
+    plan = shown(fusedops.plan(model))
+    assert "to replace" in plan
+    report = fusedops.patch(model, check=(torch.tensor([[3, 4, 5]]),))
+    text = shown(report)
+    for part in ("where", "count", "original", "calls", "why", "left alone", "noise floor"):
+        assert part in text
+    assert "bert.encoder.layer.*.output.LayerNorm" in text
+    assert "bert.encoder.layer.1.intermediate" in text  # alone: by its own path
+    again = shown(fusedops.patch(model))
+    assert "already replaced" in again
+    # Nothing of a path or a class is taken for Rich's markup, and a narrow terminal loses none of it.
+    odd = PatchReport(left=(Left("a[bold].*", "[red]Odd[/red]", "it has [/] in it"),))
+    assert "a[bold].*" in shown(odd)
+    assert "[red]Odd[/red]" in shown(odd)
+    assert "[/] in it" in shown(odd)
+    narrow = "".join(line.split("│")[1].strip() for line in shown(report, 60).splitlines() if line.startswith("│"))
+    assert "bert.encoder.layer.*.attention.output.LayerNorm" in narrow
+
+
+def test_a_large_difference_is_remarked_on():
+    explained = PatchReport(check=CheckResult(3e-6, 1.0, "output.logits", 1, 2e-6))
+    assert "check: largest difference 3e-06 in output.logits (noise floor 2e-06; 1 tensors" in str(explained)
+    assert "note" not in str(explained)
+    strange = PatchReport(check=CheckResult(3e-4, 1.0, "output", 1, 2e-6))
+    for text in (str(strange), shown(strange)):
+        assert "150 times the noise floor of 2e-06: more than rounding explains" in " ".join(text.split())
+    assert not strange.check.explained
+    unknown = PatchReport(check=CheckResult(3e-4, 1.0, "output", 1))
+    assert "noise floor not measured" in str(unknown)
+    assert unknown.check.explained
