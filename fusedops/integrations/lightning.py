@@ -13,10 +13,13 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from typing import Any
 
 from fusedops.patching import patcher
+from fusedops.patching.patcher import Patterns
 from fusedops.patching.report import PatchReport
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -38,6 +41,18 @@ def _callbacks() -> tuple[type, ...]:
     return tuple(sys.modules[name].Callback for name in names)
 
 
+def _listed(patterns: Patterns) -> list[str] | None:
+    return [patterns] if isinstance(patterns, str) else None if patterns is None else list(patterns)
+
+
+def _fitting(module: Any, patterns: Iterable[str] | None) -> list[str] | None:
+    """Those patterns that fit the name of a module now."""
+    if patterns is None:
+        return None
+    paths = [path for path, _ in module.named_modules()]
+    return [pattern for pattern in patterns if any(fnmatchcase(path, pattern) for path in paths)]
+
+
 class FusedOps(*_callbacks()):  # type: ignore[misc]
     """Lets the model call fusedops' operators: :func:`fusedops.patch` when a run (fit, validate, test, predict) starts.
 
@@ -51,7 +66,9 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
         strict: when the run begins, raise PatchError where nothing can be replaced, or something that was recognised
             is left alone.
         verbose: whether to print the reports, or only log them.
-        include, exclude, check: as for :func:`fusedops.patch`; ``check`` for the patching in ``setup``.
+        include, exclude: as for :func:`fusedops.patch`, with names as the LightningModule has them ("model.encoder.*").
+            A pattern may speak of what is made after ``setup``.
+        check: as for :func:`fusedops.patch`; the model runs on it in ``setup``.
 
     Attributes:
         reports: of each patching in the last run that replaced something.
@@ -68,19 +85,20 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
         unpatch: bool = False,
         verbose: bool = True,
         strict: bool = False,
-        include: Any = None,
-        exclude: Any = None,
+        include: Patterns = None,
+        exclude: Patterns = None,
         check: Any = None,
     ) -> None:
         super().__init__()
         self._verbose = verbose
-        self._chosen = {"include": include, "exclude": exclude}
+        self._include, self._exclude = _listed(include), _listed(exclude)
         self.reports: list[PatchReport] = []
         self._strict = strict
         self._check = check
         self._unpatch = unpatch
         self._patched: ExitStack | None = None
         self._begun = False
+        self._fitted: set[str] = set()
 
     @property
     def report(self) -> PatchReport | None:
@@ -92,12 +110,18 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
         self._begun = False
         if self._unpatch:
             self._patched = ExitStack()
-        self._patch(trainer, pl_module, {"check": self._check})
+        include, exclude = _fitting(pl_module, self._include), _fitting(pl_module, self._exclude)
+        self._fitted = {*(include or ()), *(exclude or ())}
+        if include != []:
+            self._patch(trainer, pl_module, include=include, exclude=exclude or None, check=self._check)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if not self._begun:  # a fit also validates, again and again
             self._begun = True
-            self._patch(trainer, pl_module, {"strict": self._strict})
+            lost = self._fitted.difference(_fitting(pl_module, self._fitted) or ())
+            if lost and not self._strict:
+                return  # the strategy has given modules other names (FSDP1 does): the patterns say nothing any more
+            self._patch(trainer, pl_module, include=self._include, exclude=self._exclude, strict=self._strict)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -107,11 +131,11 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._put_back()
 
-    def _patch(self, trainer: Any, pl_module: Any, options: dict[str, Any]) -> None:
+    def _patch(self, trainer: Any, pl_module: Any, **options: Any) -> None:
         if self._patched is None:
-            report = patcher.patch(pl_module, **self._chosen, **options)
+            report = patcher.patch(pl_module, **options)
         else:
-            report = self._patched.enter_context(patcher.patched(pl_module, **self._chosen, **options))
+            report = self._patched.enter_context(patcher.patched(pl_module, **options))
         if report.replaced:
             self.reports.append(report)
             if trainer.is_global_zero:

@@ -25,6 +25,17 @@ def model():
 def pair():
     return nn.Sequential(nn.Conv1d(3, 8, 1), nn.GroupNorm(2, 8), nn.LayerNorm(5)), [torch.randn(2, 3, 5)]
 
+def noisy():
+    print("noise of the factory")
+    class Noisy(nn.LayerNorm):
+        def forward(self, x):
+            print("noise of the forward")
+            return super().forward(x)
+    return nn.Sequential(nn.LayerNorm(8), Noisy(8))
+
+def wrong_pair(): return model(), "x"
+def unknown(): return nn.Sequential(nn.Conv1d(3, 8, 1), nn.GroupNorm(2, 8))
+def ends(): raise SystemExit("no such option")
 def broken(): raise RuntimeError("no weights here")
 def needs(size): return model()
 def number(): return 3
@@ -79,6 +90,55 @@ def test_json_is_the_plan(models):
     assert expected["replaced"]
     assert {**expected, "memory": None} == found
     assert found["applied"] is False
+
+
+def test_what_a_model_prints_is_no_part_of_the_json(models):
+    result = run(f"{models}:noisy", "--json", "--check", "--batch", "2", "--sequence", "4")
+    assert data(result)["check"]["explained"]
+    assert "noise of the factory" in result.stderr
+    assert "noise of the forward" in result.stderr
+    assert "noise of the factory" in run(f"{models}:noisy").stdout
+
+
+@pytest.mark.parametrize("option", [["--check"], ["--batch", "2"]], ids=["check", "memory"])
+def test_inputs_that_are_none(models, option):
+    result = run(f"{models}:wrong_pair", *option, "--json", code=1)
+    assert "the pair's inputs must be a tuple of arguments" in words(result)
+    assert result.stdout == ""
+
+
+def test_a_missing_estimate_says_why_and_what_to_do(models):
+    text = words(run(f"{models}:unknown", "--batch", "2", code=1))
+    assert "no estimate of the memory: what the model is called with cannot be told from it" in text
+    assert "name a function that returns a pair (model, inputs)" in text
+    assert data(run(f"{models}:unknown", "--batch", "2", "--json", code=1))["memory"]["unpatched"] is None
+
+
+@pytest.mark.parametrize("error", [KeyError("weight"), ValueError("odd"), RuntimeError("one\ntwo")], ids=repr)
+def test_a_model_that_cannot_be_examined(models, monkeypatch, error):
+    def plan(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(fusedops, "plan", plan)
+    text = words(run(f"{models}:model", code=1))
+    assert f"the model cannot be examined: {type(error).__name__}: " in text
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("models.py:build", 1, "a module, not a file: models:build"),
+        ("src/models.py", 2, "a module, not a file: src.models:FACTORY"),
+        ("models.build", 2, "models:build?"),
+        ("gpt2", 2, "--hf with its config.json"),
+        ("owner/model-7.5b", 2, "--hf with its config.json"),
+        ("config.json", 2, "--hf with its config.json"),
+    ],
+)
+def test_what_was_probably_meant(name, code, message):
+    # An error of usage is shown in a box, whose lines are broken anywhere.
+    text = "".join(run(name, code=code).output.replace("│", "").split())
+    assert "".join(message.split()) in text
 
 
 def test_memory(models):
@@ -140,7 +200,9 @@ def test_configs_that_are_none(tmp_path, content, message):
     pytest.importorskip("transformers")
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    assert message in words(run("--hf", str(tmp_path), code=1))
+    text = words(run("--hf", str(tmp_path), code=1))
+    assert message in text
+    assert len(text) < 600  # no list of all that the library knows
 
 
 @pytest.mark.parametrize(
@@ -150,6 +212,7 @@ def test_configs_that_are_none(tmp_path, content, message):
         ("{}:no_such", "has no attribute 'no_such'"),
         ("{}:broken", "raised RuntimeError: no weights here"),
         ("{}:needs", "raised TypeError: needs() missing 1 required positional argument: 'size'"),
+        ("{}:ends", "raised SystemExit: no such option"),
         ("{}:number", "must return a torch.nn.Module, or a pair (model, inputs); got int"),
         ("{}:value", "must be a model or a function that returns one; it is a int"),
         ("{}:Holder", "must be a model or a function that returns one; it is a type"),

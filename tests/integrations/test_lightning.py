@@ -116,6 +116,28 @@ class TestRuns:
         assert callback.reports[0].check.max_abs_error < 1e-5
         assert [entry.path for entry in callback.reports[0].left] == ["body.2"]
 
+    def test_what_is_ruled_out_stays_so_when_the_run_begins(self, loader, tmp_path):
+        model, callback = Model(), FusedOps(exclude="body.2")
+        fit(model, loader, tmp_path, callback)
+        assert type(model.body[2]) is nn.LayerNorm
+        assert [len(report.replaced) for report in callback.reports] == [1]
+
+    def test_patterns_may_speak_of_what_is_made_later(self, loader, tmp_path):
+        model, callback = Model(late=True), FusedOps(include="head")
+        fit(model, loader, tmp_path, callback)
+        assert type(model.head).__name__ == "FusedLayerNorm"
+        assert type(model.body[2]) is nn.LayerNorm
+        with pytest.raises(ValueError, match="fits the name of no module"):
+            fit(Model(), loader, tmp_path, FusedOps(exclude="no_such"))
+
+    def test_the_report_is_printed_unless_told_otherwise(self, loader, tmp_path, capsys):
+        callback = FusedOps()
+        assert callback.report is None
+        fit(Model(), loader, tmp_path, callback)
+        assert str(callback.report) in capsys.readouterr().out
+        fit(Model(), loader, tmp_path, FusedOps(verbose=False))
+        assert "fusedops:" not in capsys.readouterr().out
+
     @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)], ids=["to plain", "to patched"])
     def test_checkpoints_pass_between_patched_and_plain_runs(self, loader, tmp_path, first, second):
         path = tmp_path / "run.ckpt"
@@ -137,6 +159,11 @@ class TestRuns:
         torch.testing.assert_close(torch.cat(trainer.predict(model, loader)), expected)
         assert callback.reports
         assert type(model.body[2]) is nn.LayerNorm
+
+
+def test_options_that_do_not_exist_are_refused():
+    with pytest.raises(TypeError, match="excludes"):
+        FusedOps(excludes="body.2")
 
 
 def test_without_lightning_the_error_names_the_package(monkeypatch):

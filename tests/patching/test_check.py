@@ -22,7 +22,8 @@ def test_reports_the_largest_difference(monkeypatch):
     monkeypatch.setattr(linears, "linear", lambda x, w, b, a: nn.functional.gelu(nn.functional.linear(x, w, b)) + 0.25)
     model = nn.Sequential(nn.Linear(8, 4), nn.GELU())
     expected = model(X)
-    check = fusedops.patch(model, check=(X,)).check
+    with pytest.warns(UserWarning, match="differ by 0.25 in output"):
+        check = fusedops.patch(model, check=(X,)).check
     assert check.max_abs_error == pytest.approx(0.25)
     assert check.max_abs_value == pytest.approx(expected.abs().max().item())
     assert check.where == "output"
@@ -129,6 +130,51 @@ def test_equal_infinities_and_nans_are_no_difference():
     assert fusedops.patch(Returns(make), check=(X,)).check.max_abs_error < 1e-6
 
 
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+def test_outputs_that_tell_nothing_are_complained_of(value):
+    model = Returns(lambda y, patched: torch.full_like(y, value))
+    before = classes(model)
+    with pytest.warns(UserWarning, match="nothing was compared: every output"):
+        report = fusedops.patch(model, check=X)
+    assert not report.check.explained
+    assert report.check.complaint in str(report)
+    fusedops.unpatch(model)
+    with pytest.raises(fusedops.PatchError, match="nothing was compared"):
+        fusedops.patch(model, check=X, strict=True)
+    assert classes(model) == before
+
+
+def test_one_output_that_tells_is_enough():
+    model = Returns(lambda y, patched: (torch.zeros_like(y), y))
+    assert fusedops.patch(model, check=X, strict=True).check.complaint is None
+    # Zeros that become other numbers are no rounding, though their floor is zero.
+    model = Returns(lambda y, patched: torch.full_like(y, float(patched)))
+    with pytest.raises(fusedops.PatchError, match="differ by 1 in output, above the noise floor of 0"):
+        fusedops.patch(model, check=X, strict=True)
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes on exceptions came with Python 3.11")
+@pytest.mark.parametrize("state", ["unpatched", "patched"])
+def test_a_models_errors_say_when_they_were_raised(state):
+    def make(y, patched):
+        if patched == (state == "patched"):
+            raise RuntimeError("no")
+        return y
+
+    with pytest.raises(RuntimeError, match="no") as caught:
+        fusedops.patch(Returns(make), check=(X,))
+    assert caught.value.__notes__ == [f"raised while patch's check= ran the model, {state}"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_without_data_cannot_be_checked(device):
+    with torch.device("meta"):
+        model = block()
+    with pytest.raises(fusedops.PatchError, match="shapes and no data"):
+        fusedops.patch(model, check=torch.ones(2, 8, device=device))
+    assert type(model[2]) is nn.LayerNorm
+
+
 def test_nested_outputs_and_buffers_that_are_reused():
     class Reuses(Returns):
         def __init__(self):
@@ -195,7 +241,8 @@ def test_the_floor_is_that_of_the_output_with_the_largest_difference(monkeypatch
     monkeypatch.setattr(norms, "layer_norm", lambda x, *a: nn.functional.layer_norm(x, *a) + 0.25)
     model = Deep()
     noise = checking.observe(model, checking.Inputs.read(X)).noise
-    report = fusedops.patch(model, check=X)
+    with pytest.warns(UserWarning, match="more than rounding explains"):
+        report = fusedops.patch(model, check=X)
     assert report.check.where == "output.normed"
     assert report.check.noise_floor == noise["output.normed"] != noise["output.plain"]
     assert not report.check.explained
@@ -205,7 +252,10 @@ def test_the_floor_is_that_of_the_output_with_the_largest_difference(monkeypatch
 def test_a_wrong_result_is_told_from_rounding(monkeypatch):
     # One part in a thousand: no test of a bf16 model by its values would see it.
     monkeypatch.setattr(norms, "layer_norm", lambda x, *a: nn.functional.layer_norm(x, *a) * 1.001)
-    report = fusedops.patch(Deep(), check=X)
+    with pytest.warns(UserWarning, match="more than rounding explains"):
+        report = fusedops.patch(Deep(), check=X)
+    with pytest.raises(fusedops.PatchError, match="times the noise floor"):
+        fusedops.patch(Deep(), check=X, strict=True)
     assert report.check.max_abs_error > 10 * report.check.noise_floor
     assert not report.check.explained
 
@@ -325,7 +375,7 @@ def test_outputs_without_floating_point_have_no_floor():
             self.norm = nn.LayerNorm(8)
 
         def forward(self, x):
-            return (self.norm(x) > 3).sum()
+            return (self.norm(x) > 0).sum()
 
     assert fusedops.patch(Counts(), check=X).check.noise_floor is None
 
@@ -368,6 +418,7 @@ def test_calls_that_raise_and_are_caught_are_no_steps():
 def test_another_path_of_the_original_is_no_noise():
     # In evaluation mode without hooks torch's layer takes a path that computes GELU(tanh) as GELU, 1e-4 away.
     layer = nn.TransformerEncoderLayer(8, 2, 16, activation=nn.GELU("tanh"), batch_first=True)
-    check = fusedops.patch(layer, check=X[None]).check
+    with pytest.warns(UserWarning, match="more than rounding explains"):
+        check = fusedops.patch(layer, check=X[None]).check
     assert check.noise_floor < 1e-5
     assert check.explained == (check.max_abs_error <= 10 * check.noise_floor)

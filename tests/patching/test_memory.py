@@ -254,6 +254,17 @@ def test_texts_and_dictionary():
     assert "patched" not in shown(alone).replace("unpatched", "")
 
 
+def test_a_row_that_grows_is_explained():
+    model = nn.Sequential(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 8))
+    report = fusedops.memory_report(model, torch.randn(4, 8))
+    assert rows(report)["0"][0] < rows(report)["0"][1]
+    assert report.patched <= report.unpatched
+    for text in (str(report), shown(report)):
+        assert "note: where a line grows, its modules now keep what others kept before" in text
+    assert "note:" not in str(fusedops.memory_report(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.ones(4, 8)))
+    assert "note:" not in str(fusedops.memory_report(model, torch.randn(4, 8), patch=False))
+
+
 def test_the_outputs_hold_what_was_counted():
     model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid())
     own, outputs = kept_for_backward(model, (torch.randn(2, 8),), {})
@@ -324,6 +335,7 @@ def test_estimate_grows_with_the_batch_and_the_dtype():
     memory = fusedops.plan(model).activation_memory(4, 16)
     half = fusedops.plan(model).activation_memory(4, 16, torch.float16)
     assert (half.unpatched, half.dtype) == (memory.unpatched, "float16")
+    assert fusedops.plan(model).activation_memory(4, 16, "fp16") == half
     assert fusedops.plan(model).activation_memory(8, 16).unpatched == 2 * memory.unpatched
 
 
@@ -350,7 +362,7 @@ def test_estimate_of_models_that_begin_with_a_layer():
 
 def test_estimate_with_inputs():
     model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(48, 8), nn.ReLU())
-    assert "give inputs" in fusedops.plan(model).activation_memory(2, 8).reason
+    assert "give inputs=" in fusedops.plan(model).activation_memory(2, 8).reason
     memory = fusedops.plan(model).activation_memory(5, 8, torch.float32, inputs=torch.zeros(5, 3, 8))
     assert memory.unpatched == fusedops.memory_report(model, torch.zeros(5, 3, 8), patch=False).unpatched
 

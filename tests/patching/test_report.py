@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -54,6 +57,31 @@ def test_text_of_a_deep_model_is_short():
     assert len(str(report).splitlines()) < 15
     assert "bert.encoder.layer.*.attention.self" in str(report)
     assert str(report).startswith("fusedops: 51 to replace, 0 left alone")
+
+
+def test_places_known_by_numbers_alone_are_written_out():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    assert "\n        0, 2" in str(fusedops.plan(model))
+    assert "body.0, body.2" in str(fusedops.plan(nn.Sequential(OrderedDict(body=model))))
+    assert "0, 2" in shown(fusedops.plan(model))
+    many = nn.Sequential(*(nn.LayerNorm(8) for _ in range(9)))
+    assert "\n        0, 1, 2, ..., 8" in str(fusedops.plan(many))
+    assert "        body.*" in str(fusedops.plan(nn.Sequential(OrderedDict(body=many))))
+
+
+def test_a_report_taken_for_the_model_says_so():
+    report = fusedops.patch(block())
+    with pytest.raises(TypeError, match=r"cannot be called: .* changes the model in place and returns a report"):
+        report(torch.randn(2, 8))
+    for name in ("eval", "parameters", "to"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': .* in place and returns a report"):
+            getattr(report, name)
+    # What looks for protocols is told nothing of that, and finds none.
+    for name in ("__array__", "_repr_html_"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'$"):
+            getattr(report, name)
+    assert copy.copy(report) == copy.deepcopy(report) == pickle.loads(pickle.dumps(report)) == report
+    assert "LayerNorm" in shown(report)
 
 
 def test_text_of_the_model_itself():
