@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from fusedops.linear.functional_gated import gated_linear
+from fusedops.nn.parts import unobserved
 from fusedops.norm.functional import layer_norm, rms_norm
+from fusedops.patching.classes import is_plain
 
 try:
     import kernels
@@ -66,7 +68,7 @@ class LayerNorm(nn.Module):
     has_backward = True
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if not _plain(input):
+        if not is_plain(input):
             return _own(self, input)
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -96,27 +98,17 @@ def _rms_norm(module: Any, x: torch.Tensor, weight_offset: float) -> torch.Tenso
     eps = getattr(module, "variance_epsilon", None)
     if eps is None:
         eps = getattr(module, "eps", None)
-    if eps is None or not _plain(x) or weight.dtype != x.dtype:
+    if eps is None or not is_plain(x) or weight.dtype != x.dtype:
         return _own(module, x)
     return rms_norm(x, weight.shape, weight, eps, weight_offset=weight_offset)
 
 
 def _gated_mlp(module: Any, x: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = module.gate_proj, module.up_proj
-    if not (_plain(x) and _unwatched(gate) and _unwatched(up)):
+    if not (is_plain(x) and unobserved(gate, nn.Linear) and unobserved(up, nn.Linear)):
         return _own(module, x)
     hidden = gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, activation)
     return module.down_proj(hidden)
-
-
-def _plain(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
-
-
-def _unwatched(linear: Any) -> bool:
-    """A Linear that computes just that: no adapter, no quantisation, no hook."""
-    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
-    return type(linear) is nn.Linear and not hooks and "forward" not in linear.__dict__
 
 
 LAYERS: dict[str, type[nn.Module]] = {

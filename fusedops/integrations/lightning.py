@@ -14,12 +14,10 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from typing import Any
 
-from fusedops.patching import patcher
-from fusedops.patching.patcher import Patterns
+from fusedops.integrations.patches import Patches, tell
+from fusedops.patching.patcher import Patterns, fits
 from fusedops.patching.report import PatchReport
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -50,7 +48,7 @@ def _fitting(module: Any, patterns: Iterable[str] | None) -> list[str] | None:
     if patterns is None:
         return None
     paths = [path for path, _ in module.named_modules()]
-    return [pattern for pattern in patterns if any(fnmatchcase(path, pattern) for path in paths)]
+    return [pattern for pattern in patterns if fits(pattern, paths)]
 
 
 class FusedOps(*_callbacks()):  # type: ignore[misc]
@@ -95,8 +93,7 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
         self.reports: list[PatchReport] = []
         self._strict = strict
         self._check = check
-        self._unpatch = unpatch
-        self._patched: ExitStack | None = None
+        self._patches = Patches(unpatch)
         self._begun = False
         self._fitted: set[str] = set()
 
@@ -108,8 +105,6 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.reports = []
         self._begun = False
-        if self._unpatch:
-            self._patched = ExitStack()
         include, exclude = _fitting(pl_module, self._include), _fitting(pl_module, self._exclude)
         self._fitted = {*(include or ()), *(exclude or ())}
         if include != []:
@@ -126,24 +121,14 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._put_back()
+        self._patches.put_back()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._put_back()
+        self._patches.put_back()
 
     def _patch(self, trainer: Any, pl_module: Any, **options: Any) -> None:
-        if self._patched is None:
-            report = patcher.patch(pl_module, **options)
-        else:
-            report = self._patched.enter_context(patcher.patched(pl_module, **options))
+        report = self._patches.patch(pl_module, **options)
         if report.replaced:
             self.reports.append(report)
             if trainer.is_global_zero:
-                _log.info("%s", report)
-                if self._verbose:
-                    print(report)
-
-    def _put_back(self) -> None:
-        if self._patched is not None:
-            self._patched.close()
-            self._patched = None
+                tell(report, _log, self._verbose)

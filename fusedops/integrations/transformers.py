@@ -16,15 +16,14 @@ together.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, TrainerCallback
 
 from fusedops.attention.functional import attention_varlen
+from fusedops.integrations.patches import Patches, tell
 from fusedops.integrations.transformers_masks import StructuredMask, fused_mask
-from fusedops.patching import patcher
 from fusedops.patching.attention import PUBLIC, with_bias
 from fusedops.patching.attention_eager import attend_with
 from fusedops.patching.report import PatchReport
@@ -168,29 +167,17 @@ class FusedOpsCallback(TrainerCallback):
         super().__init__()
         self.report: PatchReport | None = None
         self._options = {"strict": strict, "include": include, "exclude": exclude}
-        self._unpatch = unpatch
         self._verbose = verbose
-        self._patched: ExitStack | None = None
+        self._patches = Patches(unpatch)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._put_back()  # of a training that was broken off
-        if self._unpatch:
-            self._patched = ExitStack()
-            self.report = self._patched.enter_context(patcher.patched(model, **self._options))
-        else:
-            self.report = patcher.patch(model, **self._options)
+        self._patches.put_back()  # of a training that was broken off
+        self.report = self._patches.patch(model, **self._options)
         if state.is_world_process_zero:
-            _log.info("%s", self.report)
-            if self._verbose:
-                print(self.report)
+            tell(self.report, _log, self._verbose)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._put_back()
-
-    def _put_back(self) -> None:
-        if self._patched is not None:
-            self._patched.close()
-            self._patched = None
+        self._patches.put_back()
 
 
 AttentionInterface.register(PUBLIC, fused_attention)

@@ -12,6 +12,11 @@ from torch.nn.modules import module as torch_module
 _PLAIN = (torch.nn.Parameter, torch.Tensor, FakeTensor)
 
 
+def hooked(part: Any) -> bool:
+    """Whether the calls of this part, forward or backward, are hooked."""
+    return bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+
+
 def unobserved(part: Any, *kinds: type) -> bool:
     """Whether the part is of one of these classes itself, and nobody could tell if it were not called.
 
@@ -21,7 +26,7 @@ def unobserved(part: Any, *kinds: type) -> bool:
     kind = type(part)
     return (
         kind.__dict__.get("fused_original", kind) in kinds
-        and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+        and not hooked(part)
         and "forward" not in part.__dict__
         and not torch_module._has_any_global_hook()
     )

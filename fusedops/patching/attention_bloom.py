@@ -21,6 +21,7 @@ from fusedops.attention.functional import scaled_dot_product_attention
 from fusedops.patching.attention import eager_reasons
 from fusedops.patching.classes import Body, Fused, original_class
 from fusedops.patching.findings import Finding, forward_is_replaced, full_name
+from fusedops.patching.undisturbed import undisturbed
 from fusedops.runtime.backend import backend
 
 _NAME = "transformers.models.bloom.modeling_bloom.BloomAttention"
@@ -115,14 +116,7 @@ def bloom_body(original: type[nn.Module]) -> Body | None:
 def _learn(base: Any) -> str:
     """Why the class' forward does not compute what the fused one does; "" where it does."""
     try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.random.fork_rng(devices=[]),
-            torch.autocast("cpu", enabled=False),
-            torch.device("cpu"),
-            backend("torch"),
-        ):
+        with undisturbed(), backend("torch"):
             return _compare(base)
     except Exception as error:  # whatever another version of the class does
         return f"it could not be tried: {type(error).__name__}: {error}"

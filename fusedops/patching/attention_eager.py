@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fusedops.attention.functional import attention, scaled_dot_product_attention
+from fusedops.patching.undisturbed import undisturbed
 from fusedops.runtime.backend import backend
 
 # Parameters of such a function after module, query, key, value and mask.
@@ -105,14 +106,7 @@ def learn(function: Callable[..., Any]) -> Eager | str:
             return f"{name} takes {', '.join(sorted(unknown))}"
         if any("kwargs" in str(i.argval) for i in dis.get_instructions(function) if i.opname.startswith("LOAD_FAST")):
             return f"{name} reads further arguments"
-        # Neither the modes of the caller nor its random numbers are touched or heeded.
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.random.fork_rng(devices=[]),
-            torch.autocast("cpu", enabled=False),
-            backend("torch"),
-        ):
+        with undisturbed(), backend("torch"):
             return _compare(function, name, {p.name: p.default for p in parameters})
     except Exception as error:  # whatever the function does with what it is given
         return f"{name} could not be tried: {type(error).__name__}: {error}"

@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.transformer import TransformerEncoderLayer
 from fusedops.patching.classes import Body, Fused, original_class
 from fusedops.patching.findings import Finding, full_name, obstacles_of
-
-_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 
 
 class FusedMultiheadAttention(Fused, MultiheadAttention):
@@ -32,13 +29,13 @@ class FusedEncoderLayer(Fused, TransformerEncoderLayer):
     """Its forward is that of fusedops.nn.TransformerEncoderLayer."""
 
 
-# By torch's class: ours, what is called, and torch's methods that ours replaces or composes.
+# By torch's class: ours, what is called, and torch's methods beside forward that ours replaces.
 _KINDS: dict[type[nn.Module], tuple[type[Any], str, tuple[str, ...]]] = {
     nn.MultiheadAttention: (
-        FusedMultiheadAttention, "fusedops.attention (where no weights are asked for)", ("forward",),
+        FusedMultiheadAttention, "fusedops.attention (where no weights are asked for)", (),
     ),
     nn.TransformerEncoderLayer: (
-        FusedEncoderLayer, "fusedops.linear, fusedops.add_layer_norm", ("forward", "_sa_block", "_ff_block"),
+        FusedEncoderLayer, "fusedops.linear, fusedops.add_layer_norm", ("_sa_block", "_ff_block"),
     ),
 }  # fmt: skip
 
@@ -55,7 +52,7 @@ def _class_reasons(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
     reasons = [
         f"{full_name(kind)} has a {method} of its own"
         for method in methods
-        if method != "forward" and getattr(kind, method) is not getattr(base, method)
+        if getattr(kind, method) is not getattr(base, method)
     ]
     # Names that ours brings would hide what somebody calls by the same name.
     brought = {name for name in vars(ours.__mro__[2]) if not name.startswith("__")} - {"forward"}
@@ -89,18 +86,18 @@ def _reasons(module: nn.Module, base: type[nn.Module]) -> list[str]:
         inner = module._modules.get("self_attn")
         if not isinstance(inner, nn.MultiheadAttention):
             reasons.append("its self_attn is no nn.MultiheadAttention")
-        elif inner.bias_k is not None or inner.add_zero_attn:
+        elif _adds_key(inner):
             reasons.append("its self_attn adds a key of its own (add_bias_kv, add_zero_attn)")
         return reasons
-    if module.bias_k is not None or module.add_zero_attn:
-        # There torch hides the added key from early queries or shows it, depending on the way it takes.
+    if _adds_key(module):
         reasons.append("it adds a key of its own (add_bias_kv, add_zero_attn)")
-    for name in _WEIGHTS:
-        value = module._parameters.get(name)
-        if value is not None and not (type(value) is nn.Parameter and type(value.data) is torch.Tensor):
-            reasons.append(f"its {name} is a {type(value.data if type(value) is nn.Parameter else value).__name__}")
     out_proj = module._modules.get("out_proj")
     # torch's forward reads its weight and bias too, and never calls it.
     if not isinstance(out_proj, nn.Linear) or type(out_proj).forward is not nn.Linear.forward:
         reasons.append(f"its out_proj is a {type(out_proj).__name__}")
     return reasons
+
+
+def _adds_key(attention: Any) -> bool:
+    """Whether there is a key that torch hides from early queries or shows, depending on the way it takes."""
+    return attention.bias_k is not None or attention.add_zero_attn

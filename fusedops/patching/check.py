@@ -76,13 +76,9 @@ def run(model: nn.Module, inputs: Inputs, state: str = "patched") -> dict[str, A
     Raises:
         PatchError: the model has no data (it is on the meta device).
     """
-    modules = list(model.modules())
-    training = [module.training for module in modules]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     try:
-        for module in modules:
-            module.training = False
-        with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(sorted(devices)):
             output = model(*copied(inputs.args), **copied(inputs.kwargs))
             # Copied, as a model may return a buffer that its next call writes again.
             outputs = {name: copied(leaf) for name, leaf in leaves("output", output)}
@@ -92,12 +88,23 @@ def run(model: nn.Module, inputs: Inputs, state: str = "patched") -> dict[str, A
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"raised while patch's check= ran the model, {state}")
         raise
-    finally:
-        for module, flag in zip(modules, training, strict=True):
-            module.training = flag
     if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in outputs.values()):
         raise PatchError(_META)
     return outputs
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it all modules are in evaluation mode; afterwards their flags are as before."""
+    modules = list(model.modules())
+    training = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, flag in zip(modules, training, strict=True):
+            module.training = flag
 
 
 def _without_data(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from fusedops.patching.source import methods_of
@@ -39,6 +40,11 @@ class Fused:
         function, arguments, *rest = reduced
         function, *arguments = (kind.fused_original if part is kind else part for part in (function, *arguments))
         return rebuild, (kind.fused_original, kind.fused_rule, function, tuple(arguments)), *rest
+
+
+def is_plain(x: Any) -> bool:
+    """A tensor that the operators take; nested and sparse ones take the way they took before."""
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
 
 
 def register_maker(rule: str, make: BodyMaker, prepare: Callable[[], None] = lambda: None) -> None:

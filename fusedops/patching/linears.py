@@ -19,11 +19,12 @@ from fusedops.attention.functional import scaled_dot_product_attention
 from fusedops.linear.activations import ACTIVATIONS, name_of
 from fusedops.linear.functional import linear
 from fusedops.linear.functional_gated import gated_linear
+from fusedops.nn.parts import hooked
 from fusedops.norm.functional import group_norm, layer_norm, rms_norm
 from fusedops.patching.activations import Function, activation_name, known_name, maker_of
 from fusedops.patching.attention import reading
 from fusedops.patching.attention_bloom import find_bloom
-from fusedops.patching.classes import Body, Fused, original_class
+from fusedops.patching.classes import Body, Fused, is_plain, original_class
 from fusedops.patching.findings import (
     Finding,
     forward_is_replaced,
@@ -38,13 +39,7 @@ from fusedops.patching.source import methods_of, names_in
 
 def observed(module: Any) -> bool:
     """Whether somebody hooks the calls of this module or has replaced its forward."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or forward_is_replaced(module)
-    )
+    return hooked(module) or forward_is_replaced(module)
 
 
 def fetches_weights(module: nn.Module) -> bool:
@@ -89,11 +84,6 @@ class FusedOwner(Fused):
 # --- What rewritten methods call -------------------------------------------------------------------------------------
 
 
-def _is_plain(x: Any) -> bool:
-    """A tensor that the operators take; nested and sparse ones take the way they took before."""
-    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
-
-
 def _fuses(module: Any) -> bool:
     return isinstance(module, FusedLinear) and not observed(module)
 
@@ -113,7 +103,7 @@ def chain(x: Any, parts: tuple[Any, ...]) -> Any:
         if skip:
             skip = False
             continue
-        if fuse and i < last and _fuses(part) and _is_plain(x):
+        if fuse and i < last and _fuses(part) and is_plain(x):
             name = _followed_by(parts[i + 1])
             if name:
                 x = part(x, activation=name)
@@ -128,8 +118,8 @@ def gated(x: Any, gate: Any, activation: Any, up: Any, order: str) -> Any:
     if (
         _fuses(gate)
         and _fuses(up)
-        and _is_plain(x)
-        and _gates(gate, up)
+        and is_plain(x)
+        and _alike(gate, up)
         and not (fetches_weights(gate) or fetches_weights(up))
         and not torch_module._has_any_global_hook()
     ):
@@ -145,19 +135,21 @@ def gated(x: Any, gate: Any, activation: Any, up: Any, order: str) -> Any:
     return activation(gate_output) * rest
 
 
-def _gates(gate: Any, up: Any) -> bool:
+def _alike(gate: Any, up: Any) -> bool:
     """Whether one call may hold both layers' parameters."""
-    return (
-        gate._weight().shape == up._weight().shape
-        and gate.weight.dtype is up.weight.dtype
-        and gate.weight.device == up.weight.device
-    )
+    first, second = gate.weight, up.weight
+    return _shape(gate) == _shape(up) and first.dtype is second.dtype and first.device == second.device
+
+
+def _shape(layer: Any) -> torch.Size:
+    """(out_features, in_features): transformers' Conv1D has it the other way round."""
+    return layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
 
 
 def halved(x: Any, gate: Any, activation: Any, order: str) -> Any:
     """``activation(gate(x)'s one half) * its other half``; ``order``: "ga" if the first half is activated."""
     first = order == "ga"
-    if _fuses(gate) and _is_plain(x) and not torch_module._has_any_global_hook() and gate._weight().shape[0] % 2 == 0:
+    if _fuses(gate) and is_plain(x) and not torch_module._has_any_global_hook() and _shape(gate)[0] % 2 == 0:
         name = _followed_by(activation)
         if name:
             return gate(x, activation=name, up="second" if first else "first")
@@ -182,7 +174,7 @@ def _stands_in(name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("query", kwargs.get("input"))
         tensors = (*args, *kwargs.values())
-        own = getattr(F, name) is original and _is_plain(x) and not has_torch_function(tensors)
+        own = getattr(F, name) is original and is_plain(x) and not has_torch_function(tensors)
         return (FUNCTIONS[name] if own else getattr(F, name))(*args, **kwargs)
 
     return function
@@ -332,7 +324,7 @@ def _gate(module: nn.Module, method: str, gate: Gate) -> Finding | None:
         reasons += [reason for reason in _linear_reasons(layer) if reason not in reasons]
     if gate.up is not None and any(map(fetches_weights, layers)):
         reasons.append("accelerate's hooks fetch the weights of one of its linear layers at a time")
-    if not reasons and gate.up is not None and not _gates_alike(*layers):
+    if not reasons and gate.up is not None and not _alike(*layers):
         reasons.append("its two linear layers differ in shape, dtype or device")
     halved = "" if gate.up else ", halved"
     return Finding(
@@ -350,14 +342,6 @@ def _marks(activation: Any, name: str) -> tuple[tuple[nn.Module, str], ...]:
     if name and isinstance(activation, nn.Module) and name_of(activation) is None:
         return ((activation, maker_of(name)),)
     return ()
-
-
-def _gates_alike(gate: nn.Module, up: nn.Module) -> bool:
-    return (
-        gate.weight.shape == up.weight.shape
-        and gate.weight.dtype is up.weight.dtype
-        and gate.weight.device == up.weight.device
-    )
 
 
 def _owner_reasons(module: nn.Module) -> list[str]:
@@ -382,9 +366,14 @@ def _activation(module: nn.Module, method: str, follower: Any) -> tuple[str, lis
     name = activation_name(follower)
     if not name:
         reasons.append(f"patch does not fuse {_kind_name(follower)} into a Linear")
-    if method in module.__dict__ and not (method == "forward" and not forward_is_replaced(module)):
+    if _is_replaced(module, method):
         reasons.append(f"its owner's {method} was replaced on the instance")
     return name, reasons
+
+
+def _is_replaced(module: nn.Module, method: str) -> bool:
+    """Whether the instance has a method of its own in place of its class'."""
+    return forward_is_replaced(module) if method == "forward" else method in module.__dict__
 
 
 def _linear_reasons(layer: nn.Module) -> list[str]:
@@ -446,7 +435,7 @@ def find_functions(module: nn.Module) -> Iterator[Finding]:
     calls = dict.fromkeys((method, call) for method in naming if method in found for call in found[method].calls)
     for method, call in calls:
         reasons = _owner_reasons(module)
-        if method in module.__dict__ and not (method == "forward" and not forward_is_replaced(module)):
+        if _is_replaced(module, method):
             reasons.append(f"its {method} was replaced on the instance")
         _, negated, attribute = (call.condition or "").rpartition("not ")
         value = _part(module, attribute) if attribute else None

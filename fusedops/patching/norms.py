@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fusedops.norm.functional import group_norm, layer_norm, rms_norm
-from fusedops.patching.classes import Body, Fused, is_fused, original_class
+from fusedops.patching.classes import Body, Fused, is_fused, is_plain, original_class
 from fusedops.patching.findings import Finding, obstacles_of
 from fusedops.patching.probing import Proof, argument_of, dtype_of, proofs_of, prove, result_order, subject_of
 
@@ -25,7 +25,7 @@ class FusedLayerNorm(Fused):
     """Layer norm in one kernel."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if input.is_nested or input.layout is not torch.strided:
+        if not is_plain(input):
             return super().forward(input)  # type: ignore[misc]
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -34,7 +34,7 @@ class FusedRMSNorm(Fused):
     """RMS norm in one kernel."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if x.is_nested or x.layout is not torch.strided:
+        if not is_plain(x):
             return super().forward(x)  # type: ignore[misc]
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
@@ -43,7 +43,7 @@ class FusedGroupNorm(Fused):
     """Group norm in one kernel."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if input.is_nested or input.layout is not torch.strided:
+        if not is_plain(input):
             return super().forward(input)  # type: ignore[misc]
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
@@ -83,7 +83,7 @@ def _apply(proof: Proof, module: Any, x: torch.Tensor) -> torch.Tensor | None:
     """The norm of x; None where it has not been shown to be what the module's own forward gives."""
     norm = proof.norm
     place = proof.layouts.get(x.dim())
-    if place is None or x.layout is not torch.strided or x.is_nested:
+    if place is None or not is_plain(x):
         return None
     dim, order = place
     weight = getattr(module, norm.weight) if norm.weight else None

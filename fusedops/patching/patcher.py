@@ -252,8 +252,13 @@ class _Filter:
         # The module itself and all that it lies in: a pattern speaks of what is below it too.
         parts = path.split(".")
         places = ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
-        included = self.include is None or any(fnmatchcase(p, pattern) for pattern in self.include for p in places)
-        return included and not any(fnmatchcase(p, pattern) for pattern in self.exclude for p in places)
+        included = self.include is None or any(fits(pattern, places) for pattern in self.include)
+        return included and not any(fits(pattern, places) for pattern in self.exclude)
+
+
+def fits(pattern: str, paths: Iterable[str]) -> bool:
+    """Whether a pattern fits one of the paths."""
+    return any(fnmatchcase(path, pattern) for path in paths)
 
 
 def _patterns(function: str, argument: str, given: Patterns, paths: list[str]) -> list[str] | None:
@@ -267,10 +272,10 @@ def _patterns(function: str, argument: str, given: Patterns, paths: list[str]) -
             raise TypeError(
                 f"{function}: {argument} must be a pattern of module names or several; got {type(pattern).__name__}"
             )
-        if not any(fnmatchcase(path, pattern) for path in paths):
+        if not fits(pattern, paths):
             near = [path for path in paths if path.endswith(pattern)] or difflib.get_close_matches(pattern, paths)
             hint = f"; there are {', '.join(map(repr, near[:3]))}" if near else ""
-            if any(fnmatchcase(path, f"*.{pattern}") for path in paths):
+            if fits(f"*.{pattern}", paths):
                 hint = f"; did you mean '*.{pattern}'?"
             raise ValueError(f"{function}: {argument}={pattern!r} fits the name of no module of the model{hint}")
     return patterns

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
@@ -21,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedops.norm import reference
-from fusedops.patching.source import names_in
+from fusedops.patching.undisturbed import undisturbed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -192,7 +191,7 @@ def prove(kind: type[nn.Module], module: nn.Module) -> Proof | str:
     found = subject_of(kind, module)
     if isinstance(found, str):
         return found
-    with _undisturbed():
+    with undisturbed():
         result = _Experiment(found).run()
     if isinstance(result, str):
         known.refusals.append((found, result))
@@ -203,8 +202,6 @@ def prove(kind: type[nn.Module], module: nn.Module) -> Proof | str:
 
 def subject_of(kind: type[nn.Module], module: nn.Module) -> Subject | str:
     """What the module's result may depend on; a text if that is more than plain attributes and 1-D parameters."""
-    if "is_grad_enabled" in names_in(kind.forward):
-        return "its forward asks whether gradients are wanted"
     if module._modules:
         return f"it has parts of its own ({', '.join(module._modules)})"
     if module._buffers:
@@ -308,22 +305,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(_is_plain(part) for part in value)
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Neither what the caller has set up changes an experiment, nor the experiment the caller's random numbers."""
-    elsewhere = torch.get_default_device().type != "cpu"
-    with (
-        torch.device("cpu") if elsewhere else contextlib.nullcontext(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        yield
 
 
 class _RefusedError(Exception):
@@ -523,7 +504,7 @@ class _Experiment:
         return next((order for order in ("input", "contiguous", "innermost") if order in orders), "")
 
     def _steady(self, x: torch.Tensor) -> torch.Tensor:
-        """The result, which has to be the same in training and evaluation and at every call."""
+        """The result, which has to be the same in training and evaluation, without gradients, and at every call."""
         module = self.subject.probe()
         before, x_before = dict(module.__dict__), x.clone()
         results = []
@@ -531,6 +512,8 @@ class _Experiment:
             module.training = training
             results.append(_call(module, x))
         module.training = True
+        with torch.no_grad():
+            results.append(_call(module, x))
         if not torch.equal(x, x_before):
             raise _RefusedError("its forward writes to its input")
         if not _same_state(before, module.__dict__):
@@ -539,6 +522,8 @@ class _Experiment:
             raise _RefusedError("its forward gives another result at every call")
         if not torch.equal(results[0], results[2]):
             raise _RefusedError("its forward gives another result in training than in evaluation")
+        if not torch.equal(results[0], results[3]):
+            raise _RefusedError("its forward gives another result where no gradients are wanted")
         return results[0]
 
     def _agrees(self, norm: Hypothesis, place: _Place, width: int) -> bool:
@@ -639,7 +624,7 @@ def _autocast_dtype(
     shape = _Place(rank, dim).shape(2, sizes[0] if sizes else proof.width or _FREE_WIDTHS[0])
     enabled, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     try:
-        with _undisturbed(), torch.no_grad(), FakeTensorMode():
+        with undisturbed(), torch.no_grad(), FakeTensorMode():
             module = proof.subject.probe(device, weight or torch.float32)
             given = torch.empty(shape, dtype=x, device=device)
             # Not torch.autocast, which refuses for devices that this build of torch does not have.

@@ -37,7 +37,7 @@ class Replacement:
     Attributes:
         path: the module's name in the model, as ``model.named_modules()`` gives it ("" for the model itself).
         original: the class that was there; for a pair, "Linear -> GELU".
-        rule: which rule recognised it: "norm", "linear+activation" or "attention".
+        rule: which rule recognised it: "norm", "linear+activation", "attention", "function", or one of your own.
         calls: the fusedops function that it calls.
     """
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -146,10 +147,7 @@ class _Method:
         # What assignments that were rewritten already stand for.
         self.values: dict[ast.stmt, _Environment] = {}
         self.kept = _kept_names(definition)
-        self.loads: dict[str, int] = {}
-        for node in ast.walk(definition):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                self.loads[node.id] = self.loads.get(node.id, 0) + 1
+        self.loads = Counter(node.id for node in _loads(definition))
 
     def rewrite(self) -> None:
         self._block(self.definition, self.kept is not None)
@@ -232,7 +230,8 @@ class _Method:
                 inside = dict(uses)
                 if not _used_once(inside, place, known) or not _comes_first(statement, place):
                     continue
-                if any(n.id in known for n in _loads(statement) if n not in {*_loads(place)}):
+                here = {*_loads(place)}
+                if any(n.id in known for n in _loads(statement) if n not in here):
                     continue
                 if not all(self._dead(name, [*taken, statement]) for name in known):
                     continue
@@ -257,7 +256,7 @@ class _Method:
             return True
         if isinstance(last, ast.Return):
             return True
-        return sum(n.id == name for s in statements for n in _loads(s)) == self.loads.get(name, 0)
+        return sum(n.id == name for s in statements for n in _loads(s)) == self.loads[name]
 
     # Expressions
 
@@ -366,14 +365,8 @@ class _Method:
             links.append(value)
             value = value.value
         links.reverse()
-        if isinstance(value, _Value):
-            start: ast.expr = ast.Name(value.name, ast.Load())
-            if len(links) < 2:
-                return None
-        elif isinstance(value, _Other):
-            start = value.node
-            if len(links) < 2:
-                return None
+        if isinstance(value, (_Value, _Other)) and len(links) > 1:
+            start = _input(value)
         elif isinstance(value, _Gated) and isinstance(value.value, (_Value, _Other)):
             start = self._emit_gate(value)
         else:
@@ -387,11 +380,10 @@ class _Method:
 
     def _emit_gate(self, value: _Gated) -> ast.expr:
         gate = value.gate
-        x = value.value.node if isinstance(value.value, _Other) else ast.Name(value.value.name, ast.Load())
         links = [link for link in (gate.gate, gate.activation, gate.up) if link is not None]
         parts = map(self._callee, links, value.nodes)
         name, function = ("gated", self.helpers.gated) if gate.up else ("halved", self.helpers.halved)
-        call = self._helper(f"_fusedops_{name}", function, x, *parts, ast.Constant(gate.order))
+        call = self._helper(f"_fusedops_{name}", function, _input(value.value), *parts, ast.Constant(gate.order))
         self.emitted[call] = gate
         return call
 
@@ -439,6 +431,10 @@ class _Method:
     def _flag(self, test: ast.expr) -> tuple[str | None, bool]:
         negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
         return self._attribute(test.operand if isinstance(test, ast.UnaryOp) and negated else test), negated
+
+
+def _input(value: _Value | _Other) -> ast.expr:
+    return value.node if isinstance(value, _Other) else ast.Name(value.name, ast.Load())
 
 
 def _substituted(value: Any, known: _Environment) -> Any:
@@ -497,17 +493,17 @@ def _loads(node: ast.AST) -> Iterator[ast.Name]:
     return (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
 
 
-_LAZY = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Expressions whose variables are their own, and those that may not be evaluated.
+_INNER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_LAZY = (ast.IfExp, ast.BoolOp, *_INNER)
 
 
 def _expressions(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
     """Where the expressions of a statement lie, the outer before the inner ones; not those of statements inside it."""
     for name, value in ast.iter_fields(node):
         for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            if isinstance(child, ast.expr) and not isinstance(child, ast.Lambda):
-                if isinstance(getattr(child, "ctx", None), ast.Store):
-                    continue
-                if not isinstance(child, _LAZY[3:]):
+            if isinstance(child, ast.expr):
+                if not isinstance(child, _INNER) and not isinstance(getattr(child, "ctx", None), ast.Store):
                     yield node, name, index
                     yield from _expressions(child)
             elif isinstance(child, ast.keyword):

@@ -11,6 +11,7 @@ from torch import nn
 
 from fusedops.linear.activations import ACTIVATIONS
 from fusedops.patching import activations, attention, attention_bloom, attention_torch, linears, norms
+from fusedops.patching.check import evaluating
 from fusedops.patching.classes import (
     Body,
     Fused,
@@ -187,17 +188,13 @@ def _differences(
     module: nn.Module, forward: Callable[..., Any], check: Callable[[nn.Module], tuple[Any, ...]]
 ) -> list[str]:
     """What a rule's own check finds wrong."""
-    training = module.training
-    module.training = False
     try:
-        with torch.no_grad(), torch.random.fork_rng([]):
+        with evaluating(module), torch.no_grad(), torch.random.fork_rng([]):
             given = check(module)
             inputs = given if isinstance(given, tuple) else (given,)
             expected, actual = module(*inputs), forward(module, *inputs)
     except Exception as error:
         return [f"its check failed: {type(error).__name__}: {error}"]
-    finally:
-        module.training = training
     try:
         torch.testing.assert_close(actual, expected)
     except (AssertionError, TypeError, ValueError) as error:
