@@ -64,7 +64,7 @@ class Ranks:
         while waiting:
             ready = wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
-                failures |= {rank: "gave no answer in time" for rank in waiting.values()}
+                failures |= dict.fromkeys(waiting.values(), "gave no answer in time")
                 break
             for connection in ready:
                 rank = waiting.pop(connection)
@@ -99,10 +99,8 @@ class Ranks:
         for _, connection in self._processes:
             connection.close()
         for process, _ in self._processes:
-            process.join(1.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()  # it holds nothing that is to be put in order, which takes seconds
+            process.join()
         self._processes.clear()
         if self._folder is not None:
             self._folder.cleanup()
@@ -137,7 +135,7 @@ def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
         try:
             function, args, seed = pickle.loads(connection.recv_bytes())
         except EOFError:
-            return  # at once: a group is not left in order while others may be in the middle of an exchange
+            return
         try:
             torch.manual_seed(seed)
             with fusedops.backend("torch"):
