@@ -1,6 +1,6 @@
 """fusedops: fused GPU operators for PyTorch, written in Triton."""
 
-from fusedops import nn
+from fusedops import data, nn
 from fusedops.attention.block_mask import BlockMask
 from fusedops.attention.functional import attention, attention_varlen, scaled_dot_product_attention
 from fusedops.attention.modifiers import MaskMod, ScoreMod
@@ -36,6 +36,7 @@ __all__ = [
     "attention_varlen",
     "backend",
     "batched_linear",
+    "data",
     "dequantize_weight",
     "explain",
     "fp8_linear",
