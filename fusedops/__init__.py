@@ -3,6 +3,7 @@
 from fusedops import data, nn
 from fusedops.attention.block_mask import BlockMask
 from fusedops.attention.functional import attention, attention_varlen, scaled_dot_product_attention
+from fusedops.attention.functional_decode import append_kv, attention_decode
 from fusedops.attention.modifiers import MaskMod, ScoreMod
 from fusedops.linear.functional import linear
 from fusedops.linear.functional_gated import gated_linear
@@ -32,7 +33,9 @@ __all__ = [
     "ScoreMod",
     "add_layer_norm",
     "add_rms_norm",
+    "append_kv",
     "attention",
+    "attention_decode",
     "attention_varlen",
     "backend",
     "batched_linear",

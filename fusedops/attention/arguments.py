@@ -107,7 +107,7 @@ def _check_causal(function: str, causal: Any, window: Any) -> tuple[bool, int | 
     return causal not in (True, "top_left"), left, right if causal is False else 0
 
 
-def _check_per_head(function: str, name: str, value: Any, heads: int, batch: int | None, q: torch.Tensor) -> None:
+def check_per_head(function: str, name: str, value: Any, heads: int, batch: int | None, q: torch.Tensor) -> None:
     """A floating tensor of shape (heads,), or (batch, heads) where there is a batch."""
     check_tensor(function, name, value)
     check_same_device(function, name, value, "q", q)
@@ -147,10 +147,10 @@ def check_modifiers(
             attn_mask = attn_mask.float()
     slopes = given.alibi_slopes
     if slopes is not None:
-        _check_per_head(function, "alibi_slopes", slopes, heads, batch, q)
+        check_per_head(function, "alibi_slopes", slopes, heads, batch, q)
         slopes = slopes[None] if slopes.dim() == 1 else slopes
     if given.sinks is not None:
-        _check_per_head(function, "sinks", given.sinks, heads, None, q)
+        check_per_head(function, "sinks", given.sinks, heads, None, q)
     scale = given.scale
     if scale is not None:
         check_number(function, "scale", scale)

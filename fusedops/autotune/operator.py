@@ -242,6 +242,7 @@ _FAMILIES = (
     "fusedops.linear.tuning_grouped",
     "fusedops.linear.tuning_quantized",
     "fusedops.attention.tuning",
+    "fusedops.attention.tuning_decode",
 )
 
 

@@ -23,6 +23,7 @@ _PROBLEMS = {
     "quantized_linear": "fusedops.linear.trials_quantized:problems_of",
     "fp8_linear": "fusedops.linear.trials_quantized:fp8_problems_of",
     "attention": "fusedops.attention.trials:problems_of",
+    "attention_decode": "fusedops.attention.trials_decode:problems_of",
 }
 
 # Tokens a sequence where nobody says, at most.

@@ -7,6 +7,7 @@ the norms they end with. ``LayerNormLinear`` and ``LayerNormMLP`` name their par
 """
 
 from fusedops.nn.attention import MultiheadAttention
+from fusedops.nn.cache import KVCache
 from fusedops.nn.linear import LayerNormLinear, LayerNormMLP, Linear
 from fusedops.nn.mlp import MLP, GatedLinear, GatedMLP
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, GroupNorm, LayerNorm, RMSNorm
@@ -19,6 +20,7 @@ __all__ = [
     "GatedLinear",
     "GatedMLP",
     "GroupNorm",
+    "KVCache",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -18,6 +18,7 @@ MORE = {
     "grouped_linear": {"rows": 512, "groups": 4, "in_features": 64, "out_features": 64},
     "quantized_linear": {"rows": 4, "in_features": 256, "out_features": 256, "bits": 4, "group_size": 64},
     "fp8_linear": {"rows": 64, "in_features": 256, "out_features": 256},
+    "attention_decode": {"batch": 2, "heads": 8, "kv_heads": 2, "room": 1024, "d": 64},
 }
 
 
