@@ -208,7 +208,7 @@ class KVCache:
             keys, values = (t[layer][:, :, : length + tokens] for t in (self.keys, self.values))
             return attention(q, keys.to(q.dtype), values.to(q.dtype), causal="bottom_right", **options)
         pieces = zip(*(t.split(MOST_QUERIES, dim=2) for t in (q, k, v)), strict=True)
-        parts = [self._decode(*piece, layer, i * MOST_QUERIES, options) for i, piece in enumerate(pieces)]
+        parts = [self._decode(a, b, c, layer, i * MOST_QUERIES, options) for i, (a, b, c) in enumerate(pieces)]
         return torch.cat(parts, dim=2)
 
     def advance(self, count: int | torch.Tensor) -> None:

@@ -32,6 +32,11 @@ def biased(score, batch, head, i, j, args):
 
 
 @triton.jit
+def relative(score, batch, head, i, j, args):
+    return score - 0.1 * tl.abs(i - j).to(tl.float32)
+
+
+@triton.jit
 def unchanged(grad, score, batch, head, i, j, args):
     return grad
 
