@@ -19,6 +19,7 @@ from fusedops.norm.functional import add_layer_norm, add_rms_norm, group_norm, l
 from fusedops.norm_linear.functional import layer_norm_linear, rms_norm_linear
 from fusedops.patching import MemoryReport, PatchError, PatchReport, memory_report, patch, patched, plan, unpatch
 from fusedops.runtime.backend import BackendError, FallbackWarning, backend, explain
+from fusedops.runtime.graphs import graphed
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "explain",
     "fp8_linear",
     "gated_linear",
+    "graphed",
     "group_norm",
     "grouped_linear",
     "l2_norm",

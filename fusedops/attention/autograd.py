@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from fusedops.attention import reference
 from fusedops.attention.options import SCHEMA, Gradients, Needs, Options, empty_gradients, empty_heads
 from fusedops.attention.reference import compute_dtype
 from fusedops.runtime.backend import can_launch
-from fusedops.runtime.library import first_order_only, register
+from fusedops.runtime.library import ATTENTION_HINT, first_order_only, register
 
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -38,7 +39,7 @@ class Attention(torch.autograd.Function):
         return out, lse, statistics
 
     @staticmethod
-    @first_order_only
+    @partial(first_order_only, hint=ATTENTION_HINT)
     def backward(ctx: Any, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _: Any) -> Any:
         nothing = (None,) * (4 + len(Options._fields))
         if grad_output is None and grad_lse is None:

@@ -33,6 +33,7 @@ from fusedops.runtime.checks import wrong_value
 from fusedops.runtime.device import DeviceFacts, device_facts
 from fusedops.runtime.dropout import draw_seed
 from fusedops.runtime.precision import autocast_dtype, float32_precision
+from fusedops.runtime.sharded import sharded
 
 # The kernels hold whole rows of q, k and v.
 _MAX_SIZE = 256
@@ -96,6 +97,12 @@ _device_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the operator."""
+    if (options.score_mod or options.mask_mod) and sharded(q):
+        raise RuntimeError(
+            "attention: a rule (score_mod, mask_mod, block_mask, document_ids) reads the places of the whole, which a"
+            " device's part of a DTensor has not. Call it on each device's part, with a rule made for that:"
+            " q.to_local(), or torch.distributed.tensor.experimental.local_map"
+        )
     dtype = autocast_dtype(q)
     if not q.dtype == k.dtype == v.dtype == dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -225,13 +232,15 @@ def attention(
     blocks = None
     if block_mask is not None or document_ids is not None:
         options, blocks = _with_block_mask(q, k, options, block_mask, document_ids)
-    if might_use_triton(q.device) and use_triton("attention", _unsupported(q, k, v, options), q.device):
+    served = might_use_triton(q.device) and use_triton("attention", _unsupported(q, k, v, options), q.device)
+    if not served:
+        _check_definitions("attention", options)
+    if served or sharded(q):
         if blocks is not None:
             lists = blocks.lists(*options.bounds(q.shape[2], k.shape[2]))
             options = options._replace(blocks=lists)
         out, lse = _run(q, k, v, options)
         return (out, lse) if return_lse else out
-    _check_definitions("attention", options)
     options = options._replace(seed=_seed(q, options))
     if not return_lse and reference.torch_serves(q, k, options):
         return reference.torch_attention(q, k, v, options)
@@ -335,9 +344,11 @@ def _run_packed(
     function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, longest: tuple[int, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of packed sequences, tensors (1, heads, tokens, size), on either backend."""
-    if might_use_triton(q.device) and use_triton(function, _unsupported(q, k, v, options), q.device):
+    served = might_use_triton(q.device) and use_triton(function, _unsupported(q, k, v, options), q.device)
+    if not served:
+        _check_definitions(function, options)
+    if served or sharded(q):
         return _run(q, k, v, options)
-    _check_definitions(function, options)
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         check_sequences(options.sequences, (q.shape[2], k.shape[2]), longest)
     options = options._replace(seed=_seed(q, options))
@@ -434,11 +445,10 @@ def scaled_dot_product_attention(
     if getattr(query, "is_nested", False):
         return _nested_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     lead = check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if might_use_triton(query.device) and use_triton(
-        "scaled_dot_product_attention",
-        _sdpa_unsupported(query, key, value, enable_gqa),
-        query.device,
-    ):
+    if (
+        might_use_triton(query.device)
+        and use_triton("scaled_dot_product_attention", _sdpa_unsupported(query, key, value, enable_gqa), query.device)
+    ) or sharded(query):
         batch, heads = tuple(lead[:-1]), lead[-1] if lead else 1
         kv_heads = key.shape[-3] if enable_gqa else heads
         q = _four_dimensions(query, batch, heads)

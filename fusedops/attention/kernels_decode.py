@@ -114,9 +114,11 @@ def decode_kernel(
     if not RING:
         length = tl.minimum(length, size)
     first = length * 0
+    oldest = first
     if WINDOW:
+        oldest = tl.maximum(length - seqlen_q - left, 0)
         # A multiple of the tile, so that a tile lies within a page wherever it can.
-        first = tl.maximum(length - seqlen_q - left, 0) // BLOCK_N * BLOCK_N
+        first = oldest // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(tl.maximum(length - first, 0), SPLITS), BLOCK_N) * BLOCK_N
     begin = first + split * share
     end = tl.minimum(begin + share, length)
@@ -147,6 +149,8 @@ def decode_kernel(
     for start in tl.range(begin, end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         inside = j < end
+        if WINDOW:  # what is older may be gone
+            inside = inside & (j >= oldest)
         if PAGE > 0 and PAGE % BLOCK_N == 0:
             outer, of_tile, _ = cache_rows(batch, TABLE, table_stride, start, start < end, pages, size, PAGE, RING)
             at_row = of_tile + tl.arange(0, BLOCK_N)
@@ -175,12 +179,19 @@ def decode_kernel(
         total = total * alpha + tl.sum(p, axis=1)
         at = outer * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + at_row.to(tl.int64) * v_strides[2]
         v = tl.load(V + at[:, None] + d_v[None, :], mask=inside[:, None] & (d_v < D_V)[None, :], other=0.0)
-        if V_SCALES is not None:
+        if V_TOKENS:
+            # Relative to the tile's largest scale: a weight times a small scale would vanish in 16 bits.
             v_scale = scale_of(V_SCALES, v_scale_strides, kv_head, outer, at_row, inside, V_TOKENS)
-            p = p * (v_scale[None, :] if V_TOKENS else v_scale)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+            unit = tl.max(tl.abs(v_scale), axis=0)
+            unit = tl.where(unit == 0.0, 1.0, unit)
+            p = p * (v_scale / unit)[None, :]
+            acc = acc * alpha[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision=PRECISION) * unit
+        else:
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
         top = new_top
 
+    if V_SCALES is not None and not V_TOKENS:
+        acc = acc * tl.load(V_SCALES + kv_head)
     divisor = tl.where(total == 0.0, 1.0, total)
     out = acc / divisor[:, None]
     lse = top + tl.log2(divisor)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from fusedops.attention.modifiers import functions_of
 from fusedops.attention.options import Options
+from fusedops.runtime.backend import transformed
 from fusedops.runtime.dropout import keep_scale
 from fusedops.runtime.precision import autocast_dtype
 
@@ -410,8 +413,12 @@ def dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention, with the right gradients.
 
     On the CPU those of its fused way are wrong in rows that a mask fills with finfo.min, as eager models do for
-    padding: there torch's plain composition runs. (Not under autocast, which does not know that.)
+    padding: there torch's plain composition runs. (Not under autocast, which does not know that.) Under torch.func's
+    transforms and forward-mode differentiation the formula itself is computed: torch's fused ways have no rules for
+    them, and the tangents of its composition are wrong where a bool mask hides keys.
     """
+    if not torch.compiler.is_compiling() and transformed():
+        return _formula(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
     differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if q.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         differentiated = False
@@ -422,3 +429,29 @@ def dot_product_attention(
 
 def _composed(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+
+
+def _formula(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """As torch's operator by its definition, from operations that have derivatives of every order and kind."""
+    dtype = autocast_dtype(q)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], dim=-3) for t in (k, v))
+    with _no_autocast(q):
+        s = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if is_causal:
+            mask = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.to(s.dtype)
+        empty = (s == float("-inf")).all(-1, keepdim=True)
+        p = torch.softmax(s.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+        return F.dropout(p, dropout_p) @ v if dropout_p else p @ v

@@ -289,8 +289,8 @@ def _extend(norm: Norm) -> None:
 
 
 def _take(norm: Norm, user: Node) -> bool:
-    if is_cast(user):
-        return True
+    if is_cast(user):  # or what something else is cast to the dtype of: other.type_as(norm)
+        return user.args[0] is norm.root
     width = value_of(norm.x).shape[-1]  # type: ignore[union-attr]
     if norm.weight is None and norm.bias is None:
         for root, other in operands(user, "mul"):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from fusedops.linear import reference_quantized as reference
-from fusedops.runtime.backend import device_reasons, float8_reasons
+from fusedops.runtime.backend import backend_mode, device_reasons, float8_reasons
 from fusedops.runtime.library import register
 
 
@@ -64,7 +64,7 @@ def _fp8_linear(
     activation: str | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    if fp8_unsupported(input, weight, out_dtype):
+    if backend_mode() == "torch" or fp8_unsupported(input, weight, out_dtype):
         forward = reference.fp8_linear
     else:
         from fusedops.linear.kernels_fp8 import fp8_linear as forward
@@ -93,7 +93,7 @@ def _quantized_linear(
     out_dtype: torch.dtype,
     precision: str,
 ) -> torch.Tensor:
-    if quantized_unsupported(input, input.dtype, out_dtype):
+    if backend_mode() == "torch" or quantized_unsupported(input, input.dtype, out_dtype):
         forward = reference.quantized_linear
     else:
         from fusedops.linear.kernels_quantized import quantized_linear as forward

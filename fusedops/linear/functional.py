@@ -20,6 +20,7 @@ from fusedops.runtime.checks import (
 )
 from fusedops.runtime.dropout import draw_seed
 from fusedops.runtime.precision import autocast_dtype, check_precision, float32_precision
+from fusedops.runtime.sharded import sharded
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -151,10 +152,11 @@ def linear(
             ``"leaky_relu"`` (slope 0.01), ``"elu"`` (α = 1), ``"hardswish"``, ``"hardsigmoid"``, ``"softplus"``
             (β = 1), with torch's defaults; or a name given to :func:`fusedops.linear.register_activation`.
         residual: (..., out_features) or None, added last. Any floating dtype and strides; its gradient has its dtype.
-            The result's dtype does not depend on it: for a float32 stream beside 16-bit inputs ask for ``out_dtype``.
+            A float32 stream beside 16-bit inputs stays one, as in torch's sum.
         dropout_p: probability that an element is dropped; the others are divided by ``1 - dropout_p``. The mask is
             drawn from torch's generator and drawn again in the backward, never stored.
-        out_dtype: dtype of the result; None: that of ``input`` (under autocast: autocast's).
+        out_dtype: dtype of the result; None: that of ``input`` (under autocast: autocast's), promoted with that of
+            ``residual``.
         recompute: keep nothing for the activation's derivative that only the backward needs: compute the product once
             more there. It saves a tensor of the output's size and costs a forward. Without an effect where nothing
             would be kept (no activation; ``relu`` and others whose derivative is a function of the output) and on the
@@ -194,14 +196,18 @@ def linear(
         )  # fmt: skip
         main_grad = _main_grad(weight, input) if fuse_wgrad_accumulation else None
     original = weight
-    if might_use_triton(input.device) and use_triton("linear", unsupported(input, residual, out_dtype), input.device):
+    if (
+        might_use_triton(input.device) and use_triton("linear", unsupported(input, residual, out_dtype), input.device)
+    ) or sharded(input):
         dtype = autocast_dtype(input)
         if dtype != input.dtype or mixed:
             input = input.to(dtype)
             weight, bias = cast_parameters(weight, bias, dtype)
-        seed = draw_seed(input) if dropout_p else None
+        seed = draw_seed(input, residual, weight) if dropout_p else None
+        if out_dtype is None:
+            out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
         output = linear_op(
-            input, weight, bias, residual, seed, main_grad, activation, float(dropout_p), out_dtype or dtype, False,
+            input, weight, bias, residual, seed, main_grad, activation, float(dropout_p), out_dtype, False,
             recompute, float32_precision(input, fp32_precision),
         )[0]  # fmt: skip
     else:

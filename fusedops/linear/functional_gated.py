@@ -13,6 +13,7 @@ from fusedops.linear.functional import cast_parameters, check_parameter_dtype
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import check_bool, check_dtype, check_same_device, check_tensor, wrong_value
 from fusedops.runtime.precision import autocast_dtype, check_precision, float32_precision
+from fusedops.runtime.sharded import sharded
 
 _NAME = "gated_linear"
 
@@ -152,7 +153,9 @@ def gated_linear(
         input, weight_gate, weight_up, bias_gate, bias_up, activation,
         out_dtype=out_dtype, recompute=recompute, fp32_precision=fp32_precision,
     )  # fmt: skip
-    if might_use_triton(input.device) and use_triton(_NAME, unsupported(input, out_dtype), input.device):
+    if (might_use_triton(input.device) and use_triton(_NAME, unsupported(input, out_dtype), input.device)) or sharded(
+        input
+    ):
         dtype = autocast_dtype(input)
         if dtype != input.dtype or mixed:
             input = input.to(dtype)

@@ -13,6 +13,7 @@ from fusedops.linear.functional import cast_parameters, check_parameter_dtype
 from fusedops.runtime.backend import device_reasons, explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import check_parameter, check_same_device, check_tensor, wrong_type, wrong_value
 from fusedops.runtime.precision import autocast_dtype, check_precision, float32_precision
+from fusedops.runtime.sharded import sharded
 
 
 def _check_parameters(
@@ -160,7 +161,9 @@ def grouped_linear(
                 [ 0.,  0.]])
     """
     mixed = _check_grouped(input, weights, offsets, bias, activation, fp32_precision=fp32_precision)
-    if might_use_triton(input.device) and use_triton("grouped_linear", unsupported(input), input.device):
+    if (might_use_triton(input.device) and use_triton("grouped_linear", unsupported(input), input.device)) or sharded(
+        input
+    ):
         return _call(input, weights, offsets, bias, activation, mixed, fp32_precision)
     return reference.torch_grouped_linear(input, weights, offsets, bias, activation, mixed)
 
@@ -206,7 +209,9 @@ def batched_linear(
                 [[0., 0.]]])
     """
     mixed = _check_batched(input, weight, bias, activation, fp32_precision=fp32_precision)
-    if might_use_triton(input.device) and use_triton("batched_linear", unsupported(input), input.device):
+    if (might_use_triton(input.device) and use_triton("batched_linear", unsupported(input), input.device)) or sharded(
+        input
+    ):
         return _call(input, weight, None, bias, activation, mixed, fp32_precision)
     return reference.torch_batched_linear(input, weight, bias, activation, mixed)
 

@@ -25,6 +25,7 @@ from fusedops.runtime.checks import (
     wrong_value,
 )
 from fusedops.runtime.precision import autocast_dtype, float32_precision
+from fusedops.runtime.sharded import sharded
 
 _OCP = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -149,9 +150,10 @@ def fp8_linear(
         tensor([[ 3., -8.]])
     """
     _check_fp8_linear(input, weight, scale_input, scale_weight, bias, activation, out_dtype=out_dtype)
-    if might_use_triton(input.device) and use_triton(
-        "fp8_linear", fp8_unsupported(input, weight, out_dtype), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("fp8_linear", fp8_unsupported(input, weight, out_dtype), input.device)
+    ) or sharded(input):
         _check_refused_gradient("fp8_linear", input, weight, scale_input, scale_weight, bias)
         return fp8_linear_op(input, weight, scale_input, scale_weight, bias, activation, out_dtype)
     return reference.fp8_linear(input, weight, scale_input, scale_weight, bias, activation, out_dtype)
@@ -314,9 +316,10 @@ def quantized_linear(
     _check_quantized_linear(input, weight, scales, bias, activation, group_size=group_size, out_dtype=out_dtype)
     dtype = autocast_dtype(input)
     out = dtype if out_dtype is None else out_dtype
-    if might_use_triton(input.device) and use_triton(
-        "quantized_linear", quantized_unsupported(input, dtype, out), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("quantized_linear", quantized_unsupported(input, dtype, out), input.device)
+    ) or sharded(input):
         _check_refused_gradient("quantized_linear", input, scales, bias)
         x = input.to(dtype)
         return quantized_linear_op(x, weight, scales, bias, activation, group_size, out, float32_precision(x))

@@ -127,7 +127,7 @@ def linear_backward(
         if activation is not None:
             assert saved is not None
             dz = dz * ACTIVATIONS[activation].derivative(saved.to(compute))
-        rows = dz.reshape(-1, dz.shape[-1]) if dz.numel() else dz.new_empty((0, dz.shape[-1]))
+        rows = dz.reshape(math.prod(dz.shape[:-1]), dz.shape[-1])
         if needs[0]:
             assert weight is not None
             dx = (dz @ weight.to(input_dtype).to(compute)).to(input_dtype)
@@ -175,7 +175,7 @@ def torch_linear(
         bias = None if bias is None else bias.to(input.dtype)
     y = F.linear(input, weight, bias)
     if out_dtype is None:
-        out_dtype = y.dtype
+        out_dtype = y.dtype if residual is None else torch.promote_types(y.dtype, residual.dtype)
     if activation is not None:
         y = ACTIVATIONS[activation].forward(y)
     if dropout_p:

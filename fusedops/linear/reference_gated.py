@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -91,7 +93,7 @@ def gated_linear_backward(
     dy = grad_output.to(compute)
     with no_autocast(grad_output):
         dz = torch.cat((dy * u * _derivative(activation, g), dy * _forward(activation, g)), -1)
-        rows = dz.reshape(-1, 2 * N) if dz.numel() else dz.new_empty((0, 2 * N))
+        rows = dz.reshape(math.prod(dz.shape[:-1]), 2 * N)
         if needs[0]:
             assert weight_gate is not None
             weights = weight_gate if packed or weight_up is None else torch.cat((weight_gate, weight_up))

@@ -92,6 +92,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         (tensor([1., 1., 1., 1., 1.], grad_fn=<RoundBackward1>), False)
     """
 
+    # Whether the rows of in_proj_weight and in_proj_bias lie head by head, those of q, k and v of each, as
+    # fusedops.distributed has them; else all of q come first.
+    by_head: bool = False
+
     def __init__(
         self,
         embed_dim: int,
@@ -162,6 +166,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Tensors:
         """q, k and v of ``embed_dim``, with one product for inputs that are one object."""
+        if self.by_head:
+            return self._project_by_head(query, key, value)
         bias = self.in_proj_bias
         if self._qkv_same_embed_dim:
             weight = self.in_proj_weight
@@ -185,9 +191,28 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         q, k, v = (linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         return q, k, v
 
+    def _project_by_head(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Tensors:
+        """q, k and v in heads, (…, heads, size): views where the inputs are one object."""
+        weight, bias, heads = self.in_proj_weight, self.in_proj_bias, (self.num_heads, 3, self.head_dim)
+        if self._qkv_same_embed_dim and query is key and key is value:
+            q, k, v = linear(query, weight, bias).unflatten(-1, heads).unbind(-2)
+            return q, k, v
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self._qkv_same_embed_dim:
+            weights = tuple(w.flatten(0, 1) for w in weight.unflatten(0, heads).unbind(1))
+        biases = (None, None, None)
+        if bias is not None:
+            biases = tuple(b.flatten() for b in bias.unflatten(0, heads).unbind(1))
+        q, k, v = (
+            linear(x, w, b).unflatten(-1, (self.num_heads, self.head_dim))
+            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        return q, k, v
+
     def _heads(self, x: torch.Tensor, length_first: bool) -> torch.Tensor:
         """(batch, length, embed_dim), or length first, as (batch, heads, length, size): a view."""
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if not self.by_head:
+            x = x.unflatten(-1, (self.num_heads, self.head_dim))
         return x.permute(1, 2, 0, 3) if length_first else x.transpose(1, 2)
 
     def _add_keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:

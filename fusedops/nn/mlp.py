@@ -14,6 +14,7 @@ from fusedops.linear.functional_gated import gated_linear
 from fusedops.nn.linear import check_bias
 from fusedops.nn.parts import reads
 from fusedops.runtime.checks import check_bool, check_probability, wrong_type, wrong_value
+from fusedops.runtime.sharded import sharded, summed
 
 
 def _linear(input: torch.Tensor, layer: Any, activation: str | None, dropout_p: float) -> torch.Tensor:
@@ -45,6 +46,8 @@ class _Gated(torch.nn.Module):
     gate_proj: torch.nn.Module
     up_proj: torch.nn.Module
     gate_up_proj: torch.nn.Module
+    # Whether gate_up_proj's rows lie in pairs, one of the gate and one of the other, as fusedops.distributed has them.
+    interleaved: bool = False
 
     def __init__(
         self,
@@ -73,8 +76,19 @@ class _Gated(torch.nn.Module):
         if self.packed:
             both: Any = self.gate_up_proj
             if reads(both, torch.nn.Linear):
-                return gated_linear(input, both.weight, None, both.bias, None, self.activation)
-            g, u = both(input).chunk(2, -1)
+                if not self.interleaved:
+                    return gated_linear(input, both.weight, None, both.bias, None, self.activation)
+                weights = both.weight.unflatten(0, (both.out_features // 2, 2)).unbind(1)
+                biases = (None, None) if both.bias is None else both.bias.unflatten(0, (-1, 2)).unbind(1)
+                return gated_linear(input, *weights, *biases, self.activation)
+            z = both(input)
+            if isinstance(both, torch.nn.Linear) and z.shape[-1] != both.out_features:
+                raise ValueError(
+                    f"{type(self).__name__}: gate_up_proj gave {z.shape[-1]} of {both.out_features} features: its rows"
+                    " are sharded, though the first half of them is the gate's. Parallelize this module as a whole, by"
+                    " fusedops.distributed.tensor_parallel_plan"
+                )
+            g, u = z.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else z.chunk(2, -1)
         else:
             gate: Any = self.gate_proj
             up: Any = self.up_proj
@@ -253,6 +267,8 @@ class MLP(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         dropout_p = self.dropout if self.training else 0.0
         hidden = _linear(input, self.fc1, self.activation, dropout_p)
+        if dropout_p and sharded(hidden):
+            return F.dropout(summed(_linear(hidden, self.fc2, None, 0.0)), dropout_p)
         return _linear(hidden, self.fc2, None, dropout_p)
 
     def extra_repr(self) -> str:

@@ -8,6 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 
+from fusedops.runtime.sharded import sharded
+
 # A parameter is a fake tensor while a graph is traced from the module.
 _PLAIN = (torch.nn.Parameter, torch.Tensor, FakeTensor)
 
@@ -37,4 +39,8 @@ def reads(part: Any, *kinds: type) -> bool:
 
     As :func:`unobserved`, and its parameters are not of a class of their own.
     """
-    return unobserved(part, *kinds) and type(part.weight) in _PLAIN and (part.bias is None or type(part.bias) in _PLAIN)
+    return unobserved(part, *kinds) and _plain(part.weight) and (part.bias is None or _plain(part.bias))
+
+
+def _plain(parameter: torch.Tensor) -> bool:
+    return type(parameter) in _PLAIN or sharded(parameter)

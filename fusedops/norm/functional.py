@@ -23,6 +23,7 @@ from fusedops.runtime.checks import (
     wrong_value,
 )
 from fusedops.runtime.dropout import draw_seed
+from fusedops.runtime.sharded import sharded
 
 # torch's default for rms_norm: the machine epsilon of the dtype that the statistics are computed in.
 _EPS = {torch.float64: torch.finfo(torch.float64).eps}
@@ -246,9 +247,10 @@ def layer_norm(
         tensor([[-1.,  1.]])
     """
     shape = _check_layer_norm(input, normalized_shape, weight, bias, eps, out_dtype=out_dtype, recompute=recompute)
-    if might_use_triton(input.device) and use_triton(
-        "layer_norm", unsupported(input, shape, weight, bias, out_dtype), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("layer_norm", unsupported(input, shape, weight, bias, out_dtype), input.device)
+    ) or sharded(input):
         dtype = out_dtype or reference.output_dtype(input)
         return norm_op(input, None, weight, bias, None, len(shape), float(eps), 0.0, "layer", 0.0, dtype, recompute)[0]
     return reference.torch_norm(input, shape, weight, bias, float(eps), 0.0, "layer", out_dtype)
@@ -297,9 +299,10 @@ def rms_norm(
     )
     if eps is None:
         eps = _EPS.get(input.dtype, _EPS_FLOAT32)
-    if might_use_triton(input.device) and use_triton(
-        "rms_norm", unsupported(input, shape, weight, out_dtype), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("rms_norm", unsupported(input, shape, weight, out_dtype), input.device)
+    ) or sharded(input):
         dtype = out_dtype or reference.output_dtype(input)
         return norm_op(
             input, None, weight, None, None, len(shape), float(eps), float(weight_offset), "rms", 0.0, dtype, recompute
@@ -353,11 +356,12 @@ def add_layer_norm(
         input, residual, normalized_shape, weight, bias, eps,
         dropout_p=dropout_p, out_dtype=out_dtype, recompute=recompute,
     )  # fmt: skip
-    if might_use_triton(input.device) and use_triton(
-        "add_layer_norm", unsupported(input, shape, residual, weight, bias, out_dtype), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("add_layer_norm", unsupported(input, shape, residual, weight, bias, out_dtype), input.device)
+    ) or sharded(input):
         dtype = out_dtype or reference.output_dtype(input)
-        seed = draw_seed(input) if dropout_p else None
+        seed = draw_seed(input, residual) if dropout_p else None
         return norm_op(
             input, residual, weight, bias, seed, len(shape), float(eps), 0.0, "layer", float(dropout_p), dtype,
             recompute,
@@ -408,11 +412,12 @@ def add_rms_norm(
     )  # fmt: skip
     if eps is None:
         eps = _EPS.get(reference.residual_dtype(input, residual), _EPS_FLOAT32)
-    if might_use_triton(input.device) and use_triton(
-        "add_rms_norm", unsupported(input, shape, residual, weight, out_dtype), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("add_rms_norm", unsupported(input, shape, residual, weight, out_dtype), input.device)
+    ) or sharded(input):
         dtype = out_dtype or reference.output_dtype(input)
-        seed = draw_seed(input) if dropout_p else None
+        seed = draw_seed(input, residual) if dropout_p else None
         return norm_op(
             input, residual, weight, None, seed, len(shape), float(eps), float(weight_offset), "rms",
             float(dropout_p), dtype, recompute,
@@ -450,9 +455,10 @@ def l2_norm(
         tensor([[0.6000, 0.8000]])
     """
     dim = _check_l2_norm(input, dim, eps, out_dtype=out_dtype)
-    if might_use_triton(input.device) and use_triton(
-        "l2_norm", unsupported(input, (input.shape[dim],), out_dtype), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("l2_norm", unsupported(input, (input.shape[dim],), out_dtype), input.device)
+    ) or sharded(input):
         dtype = out_dtype or reference.output_dtype(input)
         rows = input.movedim(dim, -1)
         output = norm_op(rows, None, None, None, None, 1, float(eps), 0.0, "l2", 0.0, dtype, False)[0]
@@ -503,9 +509,10 @@ def group_norm(
         tensor([[-1.,  1., -1.,  1.]])
     """
     _check_group_norm(input, num_groups, weight, bias, eps, out_dtype=out_dtype)
-    if might_use_triton(input.device) and use_triton(
-        "group_norm", _group_unsupported(input, num_groups, weight, bias, out_dtype), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("group_norm", _group_unsupported(input, num_groups, weight, bias, out_dtype), input.device)
+    ) or sharded(input):
         dtype = out_dtype or reference.output_dtype(input)
         return group_norm_op(input, weight, bias, int(num_groups), float(eps), dtype)[0]
     return reference.torch_group_norm(input, int(num_groups), weight, bias, float(eps), out_dtype)

@@ -12,6 +12,7 @@ from fusedops.norm_linear.autograd import norm_linear_op
 from fusedops.runtime.backend import explainable, might_use_triton, use_triton
 from fusedops.runtime.checks import check_number, check_parameter
 from fusedops.runtime.precision import autocast_dtype, float32_precision
+from fusedops.runtime.sharded import sharded
 
 
 def _check_norm_parameter(function: str, argument: str, value: torch.Tensor | None, input: torch.Tensor) -> None:
@@ -97,9 +98,10 @@ def layer_norm_linear(
         tensor([[0., 2.]])
     """
     mixed = _check_layer_norm_linear(input, norm_weight, norm_bias, weight, bias, activation, eps)
-    if might_use_triton(input.device) and use_triton(
-        "layer_norm_linear", _reasons(input, norm_weight, norm_bias), input.device
-    ):
+    if (
+        might_use_triton(input.device)
+        and use_triton("layer_norm_linear", _reasons(input, norm_weight, norm_bias), input.device)
+    ) or sharded(input):
         return _fused(input, norm_weight, norm_bias, weight, bias, activation, eps, 0.0, "layer", mixed)
     return reference.torch_norm_linear(
         input, norm_weight, norm_bias, weight, bias, activation, eps, 0.0, "layer", mixed
@@ -145,7 +147,9 @@ def rms_norm_linear(
     )  # fmt: skip
     if eps is None:
         eps = torch.finfo(compute_dtype(input, None)).eps
-    if might_use_triton(input.device) and use_triton("rms_norm_linear", _reasons(input, norm_weight), input.device):
+    if (
+        might_use_triton(input.device) and use_triton("rms_norm_linear", _reasons(input, norm_weight), input.device)
+    ) or sharded(input):
         return _fused(input, norm_weight, None, weight, bias, activation, eps, weight_offset, "rms", mixed)
     return reference.torch_norm_linear(
         input, norm_weight, None, weight, bias, activation, eps, weight_offset, "rms", mixed

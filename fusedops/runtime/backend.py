@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.autograd import forward_ad
 
 from fusedops.runtime.device import DeviceFacts, device_facts, launches_nothing
 from fusedops.runtime.settings import BACKENDS, SETTINGS, Backend, Settings
@@ -128,10 +129,32 @@ def _might_use_triton(mode: Backend, device: torch.device) -> bool:
     return mode == "triton" and device.type != "meta"
 
 
+try:
+    _transforms = torch._C._are_functorch_transforms_active
+except AttributeError:  # a name that torch does not promise: without it, the operators themselves raise
+
+    def _transforms() -> bool:
+        return False
+
+
+def transformed() -> bool:
+    """Whether torch.func's transforms (grad, vmap, jvp, …) or forward-mode differentiation are at work here.
+
+    The kernels have no rules for these, torch's own operators have.
+    """
+    return _transforms() or forward_ad._current_level >= 0
+
+
 def device_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """Every reason why no fusedops kernel can run on this device with these dtypes (empty: one can)."""
+    """Every reason why no fusedops kernel can run on this device with these dtypes, here and now (empty: one can)."""
     if torch.compiler.is_compiling():
         return _all_device_reasons(device, dtypes)
+    if transformed():
+        transform = "torch.func's transforms" if _transforms() else "forward-mode differentiation"
+        return [
+            *_all_device_reasons(device, dtypes),
+            f"the kernels have no rules for {transform}; torch's operators do",
+        ]
     if _known_to_run(device, dtypes):
         return []
     reasons = _all_device_reasons(device, dtypes)
@@ -259,9 +282,10 @@ def can_launch(tensor: torch.Tensor) -> bool:
     """Whether a library op may launch its kernel for this tensor; else it computes its reference formula.
 
     The public functions have asked :func:`use_triton` before; this serves graphs that were exported on one
-    machine and run on another, and the backward of what they hold.
+    machine and run on another, the backward of what they hold, and tensors that are spread over devices, for which the
+    operator is called on every backend.
     """
-    return not launches_nothing() and not device_reasons(tensor.device, (tensor.dtype,))
+    return backend_mode() != "torch" and not launches_nothing() and not device_reasons(tensor.device, (tensor.dtype,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import torch
 
+from fusedops.runtime.sharded import sharded
+
 _ROUND = (0xD2511F53, 0xCD9E8D57)
 _KEY = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 
-def draw_seed(like: torch.Tensor) -> torch.Tensor:
-    """One int64, shape (1,), from the default generator of the device of ``like``."""
-    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=like.device)
+def draw_seed(
+    like: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One int64, shape (1,), from the default generator of the device of ``like``.
+
+    Where the result is spread over devices, as ``like`` or the residual is or by the rows of a weight, each shard gets
+    another, made of one that all devices are expected to draw alike.
+    """
+    seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=like.device)
+    if sharded(like):
+        from fusedops.distributed.seeds import sharded_seed
+
+        return sharded_seed(seed, like, residual, weight)
+    return seed
 
 
 def threshold_and_scale(p: float) -> tuple[int, float]:

@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fusedops.runtime.sharded import prepare
+
 _LIBRARY = torch.library.Library("fusedops", "DEF")  # lives as long as the process
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 _HINT = 'Compute this part under `with fusedops.backend("torch"):`, which supports it.'
+# torch's own attention has second derivatives as a composition alone.
+ATTENTION_HINT = (
+    'Compute this part under `with fusedops.backend("torch"), torch.nn.attention.sdpa_kernel('
+    "torch.nn.attention.SDPBackend.MATH):`, which supports it."
+)
 
 
 def register(
@@ -61,6 +68,7 @@ def register(
     def call(*args: Any) -> Any:
         # The first question is answered while tracing: so a graph has the op, and nothing of what follows.
         if torch.compiler.is_compiling() or _watched() or not (found := _survey(tensors_of(args))):
+            prepare()
             return op(*args)
         if found is _REQUIRES_GRAD and apply is not None and torch.is_grad_enabled():
             return apply(*args, kernel)
@@ -162,7 +170,7 @@ def _has_tangent(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
-def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order_only(backward: Callable[..., Any], hint: str = _HINT) -> Callable[..., Any]:
     """Decorator of a Function's backward: asking for a second derivative raises an error that names the way out.
 
     It raises as soon as the gradient's own graph is asked for (``create_graph=True``). Stricter than
@@ -175,7 +183,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             name = type(ctx).__name__.removesuffix("Backward")
-            raise RuntimeError(f"fusedops {name}: the fused kernels have no second derivative. {_HINT}")
+            raise RuntimeError(f"fusedops {name}: the fused kernels have no second derivative. {hint}")
         return backward(ctx, *grads)
 
     return guarded

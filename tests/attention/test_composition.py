@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.attention.options import Options
@@ -69,49 +68,27 @@ def test_opcheck_without_a_kernel(extra):
     torch.testing.assert_close(grads, torch.autograd.grad([t.sum() for t in expected], inputs))
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_compiled_equals_eager(runner, mask, dynamic):
+def test_torchs_operators_compiled_equal_eager(mask):
+    """The kernels, and all other options: tests/dynamo."""
+
     def function(q, k, v, m):
         return fusedops.attention(q, k, v, attn_mask=m, causal="bottom_right").sin()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for length in (9, 13):
-        problem = MASKS[mask].but(q=length)
-        shape = problem.mask_shape
-        problem = problem.but(mask_shape=shape and (*shape[:2], length if shape[2] > 1 else 1, shape[3]))
-        inputs = problem.inputs(runner.device)
-        leaves = [t for t in inputs if t is not None and t.requires_grad]
-        eager, traced = function(*inputs), compiled(*inputs)
-        assert torch.equal(eager, traced)
-        grad = torch.randn_like(eager)
-        for a, b in zip(*(torch.autograd.grad(y, leaves, grad) for y in (eager, traced)), strict=True):
-            assert torch.equal(a, b)
-
-
-def test_compiled_lse_and_drop_in(runner):
-    def function(q, k, v):
-        out, lse = fusedops.attention(q, k, v, return_lse=True)
-        return out.sum() + lse.sum() + fusedops.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum()
-
-    torch._dynamo.reset()
-    inputs = SMALL.inputs(runner.device)[:3]
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for a, b in zip(*(torch.autograd.grad(f(*inputs), inputs) for f in (function, compiled)), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_compiled_under_autocast(runner):
-    def function(q, k, v):
-        return fusedops.attention(q, k, v)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    inputs = SMALL.inputs(runner.device)[:3]
-    assert compiled(*inputs).dtype == torch.float32
-    with torch.autocast(runner.device.type, dtype=torch.bfloat16):
-        assert torch.equal(compiled(*inputs), function(*inputs))
+    with fusedops.backend("torch"):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+        for length in (9, 13):
+            problem = MASKS[mask].but(q=length)
+            shape = problem.mask_shape
+            problem = problem.but(mask_shape=shape and (*shape[:2], length if shape[2] > 1 else 1, shape[3]))
+            inputs = problem.inputs(torch.device("cpu"))
+            leaves = [t for t in inputs if t is not None and t.requires_grad]
+            eager, traced = function(*inputs), compiled(*inputs)
+            assert torch.equal(eager, traced)
+            grad = torch.randn_like(eager)
+            for a, b in zip(*(torch.autograd.grad(y, leaves, grad) for y in (eager, traced)), strict=True):
+                assert torch.equal(a, b)
 
 
 def test_a_compiled_graph_follows_the_backend_context(kernel_runner):
@@ -129,19 +106,6 @@ def test_a_compiled_graph_follows_the_backend_context(kernel_runner):
         compiled(*inputs)
     assert any("fusedops.attention" in name for name in graphs[0])
     assert not any("fusedops.attention" in name for name in graphs[1])
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(runner, use_reentrant):
-    inputs = MASKS["float"].inputs(runner.device)
-
-    def function(q, k, v, m):
-        return fusedops.attention(q.sin(), k, v, attn_mask=m, causal=True).cos()
-
-    grads = torch.autograd.grad(function(*inputs).sum(), inputs)
-    checkpoint(function, *inputs, use_reentrant=use_reentrant).sum().backward()
-    for tensor, grad in zip(inputs, grads, strict=True):
-        assert torch.equal(tensor.grad, grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -204,6 +204,27 @@ def test_half_precision(runner, kind, dtype):
     check(runner, KINDS[kind].but(dtype=dtype, d=64, dv=64), num_splits=2)
 
 
+@pytest.mark.parametrize("scales", ["tokens", "heads"])
+def test_small_values_do_not_vanish_in_float16(runner, scales):
+    """One key has nearly all of the weight, many have a thousandth of it: times their scales, below float16's range."""
+    rows, device = 400, runner.device
+    q = torch.full((1, 1, 1, 16), 1.0, dtype=torch.float16, device=device)
+    k = torch.zeros(1, 1, rows, 16, dtype=torch.float16, device=device)
+    k[:, :, 0] = 1.75
+    v = torch.full((1, 1, rows, 16), 1e-3, dtype=torch.float16, device=device)
+    v[:, :, 0] = -1e-3
+    caches = [torch.zeros(1, 1, rows, 16, dtype=torch.int8, device=device) for _ in range(2)]
+    made = [torch.full((1,), s, device=device) for s in (1.75 / 127, 1e-3 / 127)]
+    if scales == "tokens":
+        made = [torch.zeros(1, 1, rows, device=device) for _ in range(2)]
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    out = fusedops.attention_decode(
+        q[:, :, :1], *caches, cache_seqlens=zero, k=k, v=v, k_scale=made[0], v_scale=made[1]
+    )
+    p = torch.softmax((q.double() @ k.double().transpose(-1, -2)) / 4, dim=-1)
+    torch.testing.assert_close(out.double(), p @ v.double(), rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "new", "d", "dv"),
     [(1, 1, 1, 1, 1), (6, 2, 16, 16, 16), (71, 1, 1, 16, 16), (20, 4, 5, 40, 3), (1, 1, 1, 256, 200)],
@@ -241,6 +262,33 @@ def test_a_query_that_sees_nothing(runner):
         assert (lse[0, :, 0] == float("-inf")).all()
         assert (lse[1] == float("-inf")).all()
         assert lse[0, :, 1:].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "odd_pages", "int8_paged"])
+def test_what_a_window_has_passed_may_be_gone(runner, kind):
+    """Its rows hold anything, and its pages are no longer in the table."""
+    caches = KINDS[kind]
+    made = caches.make(runner.device)
+    caches.fill(made)
+    names = "k_cache", "v_cache", "cache_seqlens", "block_table", "ring", "k_scale", "v_scale"
+    given = {name: made[name] for name in names}
+    options = {"window": (5, 0), "num_splits": 2}
+    expected = fusedops.attention_decode(made["q"], k=made["k"], v=made["v"], **given, **options)
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        tensor = made[name]
+        if tensor is None or tensor.dtype == torch.int8:
+            continue
+        for row, length in enumerate(caches.lengths):
+            for token in range(max(0, length - 5)):
+                at = (row, token)
+                if caches.page is not None:
+                    at = int(made["block_table"][row, token // caches.page]), token % caches.page
+                tensor[at[0], :, at[1]] = NAN
+    if made["block_table"] is not None:
+        for row, length in enumerate(caches.lengths):
+            made["block_table"][row, : max(0, length - 5) // caches.page] = -1
+    out = fusedops.attention_decode(made["q"], k=made["k"], v=made["v"], **given, **options)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "ring"])

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from fusedops.runtime.device import TARGETS
 from tests.harness.compile import BFLOAT16_TARGETS, KINDS, TABLES, Case
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _E4M3 = torch.float8_e4m3fn
-_FP8_TARGETS = frozenset({"sm_89", "sm_90", "sm_100", "sm_120", "gfx950"})
-_TF32_TARGETS = frozenset(name for name, facts in TARGETS.items() if facts.capability >= 80)
 
 
 def _tensors(
@@ -65,34 +62,38 @@ def _append(dtype: torch.dtype, d: int, tokens: int, **kind: Any) -> Callable[[]
     return lambda: append_kv(k, v, cache)
 
 
-_TABLE: list[tuple[str, torch.dtype, int, dict[str, Any], frozenset[str] | None]] = [
-    ("step_64", _FP16, 64, {}, None),
+# The default configurations differ between these alone.
+_DIFFERENT = frozenset({"sm_75", "sm_80", "sm_90", "gfx942", "gfx1100"})
+_HALF = _DIFFERENT - {"sm_75"}
+
+_TABLE: list[tuple[str, torch.dtype, int, dict[str, Any], frozenset[str]]] = [
+    ("step_64", _FP16, 64, {}, TABLES),
     ("step_128", _BF16, 128, {}, BFLOAT16_TARGETS),
-    ("step_256", _BF16, 256, {}, BFLOAT16_TARGETS),
+    ("step_256", _BF16, 256, {}, _HALF),
     ("step_96_many_sequences", _FP16, 96, {"batch": 64, "group": 1}, KINDS),
     ("speculation_64", _BF16, 64, {"queries": 16, "group": 8, "page": 64}, KINDS),
-    ("speculation_128", _BF16, 128, {"queries": 16, "group": 8, "page": 64}, BFLOAT16_TARGETS),
-    ("speculation_256", _FP16, 256, {"queries": 16, "group": 8}, KINDS),
-    ("pages_128", _BF16, 128, {"page": 64}, BFLOAT16_TARGETS & TABLES),
-    ("small_pages_128", _BF16, 128, {"page": 16}, BFLOAT16_TARGETS & TABLES),
+    ("speculation_128", _BF16, 128, {"queries": 16, "group": 8, "page": 64}, BFLOAT16_TARGETS & TABLES),
+    ("speculation_256", _FP16, 256, {"queries": 16, "group": 8}, KINDS | {"sm_86"}),
+    ("pages_128", _BF16, 128, {"page": 64}, KINDS),
+    ("small_pages_128", _BF16, 128, {"page": 16}, _HALF),
     ("odd_pages_128", _FP16, 128, {"page": 33}, KINDS),
     ("ring_128", _BF16, 128, {"ring": True}, KINDS),
-    ("options_128", _BF16, 128, {"options": True, "queries": 4, "group": 8}, BFLOAT16_TARGETS & TABLES),
-    ("int8_128", _BF16, 128, {"stored": torch.int8, "scales": "tokens"}, BFLOAT16_TARGETS & TABLES),
+    ("options_128", _BF16, 128, {"options": True, "queries": 4, "group": 8}, _HALF | {"sm_86"}),
+    ("int8_128", _BF16, 128, {"stored": torch.int8, "scales": "tokens"}, _HALF | {"sm_86"}),
     ("int8_pages_128", _FP16, 128, {"stored": torch.int8, "scales": "tokens", "page": 16}, KINDS),
     ("int8_256", _FP16, 256, {"stored": torch.int8, "scales": "heads"}, KINDS),
-    ("fp8_128", _BF16, 128, {"stored": _E4M3, "scales": "tokens"}, _FP8_TARGETS),
+    ("fp8_128", _BF16, 128, {"stored": _E4M3, "scales": "tokens"}, frozenset({"sm_89", "sm_90", "gfx950"})),
     ("fp8_heads_64", _FP16, 64, {"stored": _E4M3, "scales": "heads", "page": 64}, frozenset({"sm_90"})),
-    ("float32_64", _FP32, 64, {}, TABLES),
-    ("float32_128", _FP32, 128, {"queries": 4}, TABLES),
-    ("float32_256", _FP32, 256, {}, TABLES - {"gfx1100"}),
-    ("tf32_128", _FP32, 128, {"precision": "tf32"}, _TF32_TARGETS & KINDS),
+    ("float32_64", _FP32, 64, {}, _DIFFERENT),
+    ("float32_128", _FP32, 128, {"queries": 4}, _DIFFERENT),
+    ("float32_256", _FP32, 256, {}, _DIFFERENT - {"gfx1100"}),
+    ("tf32_128", _FP32, 128, {"precision": "tf32"}, frozenset({"sm_80", "sm_90"})),
     ("float32_int8_128", _FP32, 128, {"stored": torch.int8, "scales": "tokens"}, KINDS),
 ]
-_APPEND_TABLE: list[tuple[str, torch.dtype, int, int, dict[str, Any], frozenset[str] | None]] = [
-    ("append_step", _BF16, 128, 1, {}, BFLOAT16_TARGETS & TABLES),
-    ("append_prompt_int8", _FP16, 256, 100, {"stored": torch.int8, "scales": "tokens", "page": 48}, TABLES),
-    ("append_prompt_fp8", _BF16, 128, 100, {"stored": _E4M3, "scales": "heads"}, _FP8_TARGETS),
+_APPEND_TABLE: list[tuple[str, torch.dtype, int, int, dict[str, Any], frozenset[str]]] = [
+    ("append_step", _BF16, 128, 1, {}, _HALF),
+    ("append_prompt_int8", _FP16, 256, 100, {"stored": torch.int8, "scales": "tokens", "page": 48}, _DIFFERENT),
+    ("append_prompt_fp8", _BF16, 128, 100, {"stored": _E4M3, "scales": "heads"}, frozenset({"sm_89", "gfx950"})),
     ("append_ring", _FP32, 40, 5000, {"ring": True}, KINDS),
 ]
 

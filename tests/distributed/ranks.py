@@ -25,6 +25,14 @@ import torch.distributed as dist
 
 from tests.patching.vision import FOLDER
 
+# What the processes have from the beginning: one server loads it, in seconds, and they are forked from that.
+_LOADED = [
+    "fusedops",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "tests.harness.interpreter",
+]
 # How long a test may take in all, and how much longer the other processes may after one has failed: they mostly wait
 # for it in vain.
 _PATIENCE, _GRACE = 120.0, 3.0
@@ -83,7 +91,8 @@ class Ranks:
         return results
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_LOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="fusedops-ranks-", ignore_cleanup_errors=True)
         with _without(FOLDER):
             for rank in range(self.world):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.runtime.device import TARGETS, pretend
@@ -110,20 +109,6 @@ def test_a_compiled_graph_holds_the_operator(kernel_runner):
     x, weight, bias = (t.detach() for t in tensors(kernel_runner, (3, 24), 12))
     torch.compile(lambda *t: fusedops.linear(*t, "silu"), backend=keep, fullgraph=True)(x, weight, bias)
     assert "fusedops.linear.default" in names
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_checkpointing(runner, activation, use_reentrant):
-    leaves = tensors(runner, (3, 24), 12)
-
-    def function(x, weight, bias):
-        return fusedops.linear(x.sin(), weight, bias, activation).cos()
-
-    grads = torch.autograd.grad(function(*leaves).sum(), leaves)
-    checkpoint(function, *leaves, use_reentrant=use_reentrant).sum().backward()
-    for leaf, grad in zip(leaves, grads, strict=True):
-        assert torch.equal(leaf.grad, grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

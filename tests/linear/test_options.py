@@ -30,7 +30,7 @@ def mask_of(monkeypatch, runner, shape, p):
     from fusedops.linear import functional
 
     seed = torch.tensor([123456789], device=runner.device)
-    monkeypatch.setattr(functional, "draw_seed", lambda like: seed)
+    monkeypatch.setattr(functional, "draw_seed", lambda *_: seed)
     rows = int(torch.Size(shape[:-1]).numel())
     return keep_scale(seed, rows, shape[-1], p).view(shape)
 
@@ -83,10 +83,11 @@ def test_residual_of_any_strides(runner, layout):
 @pytest.mark.parametrize("residual_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["sigmoid", "gelu"])
 def test_a_residual_of_another_dtype(kernel_runner, activation, residual_dtype):
-    """Its gradient has its dtype. Compared with the same in the residual's dtype, which torch would promote to."""
+    """The result's dtype is torch's promotion of the two; its gradient has its own dtype."""
     leaves = tensors(kernel_runner, (9, 20), 12, torch.bfloat16)
     residual = randn(9, 12, dtype=residual_dtype, device=kernel_runner.device, requires_grad=True)
     y = fusedops.linear(*leaves, activation, residual=residual)
+    assert y.dtype == torch.promote_types(torch.bfloat16, residual_dtype)
     alone = fusedops.linear(*leaves, activation, out_dtype=torch.float32)
     torch.testing.assert_close(y.float(), alone + residual.float(), rtol=2**-8, atol=0)
     (gradient,) = torch.autograd.grad(y, residual, torch.ones_like(y))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from tests.harness.tensors import randn
@@ -88,20 +87,6 @@ def test_a_compiled_graph_follows_the_backend_context(kernel_runner):
     assert not any("fusedops.norm" in name for name in graphs[1])
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("norm", NORMS, ids=str)
-def test_checkpointing(runner, norm, use_reentrant):
-    x, weight = (randn(*s, device=runner.device, requires_grad=True) for s in ((3, 24), (24,)))
-
-    def function(x, weight):
-        return norm.fused(x.sin(), (24,), weight, None).cos()
-
-    grads = torch.autograd.grad(function(x, weight).sum(), (x, weight))
-    checkpoint(function, x, weight, use_reentrant=use_reentrant).sum().backward()
-    assert torch.equal(x.grad, grads[0])
-    assert torch.equal(weight.grad, grads[1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_autocast_gives_torchs_dtype(runner, norm, dtype):
@@ -153,21 +138,6 @@ def test_a_traced_width(kernel_runner):
     graph = make_fx(function, tracing_mode="symbolic")(randn(3, 8, device=kernel_runner.device))
     x = randn(2, 20, device=kernel_runner.device)
     assert torch.equal(graph(x), function(x))
-
-
-@pytest.mark.parametrize("norm", NORMS, ids=str)
-def test_torch_funcs_gradients_name_the_way_out(kernel_runner, norm):
-    x = randn(3, 24, device=kernel_runner.device)
-
-    def loss(x):
-        return norm.fused(x, (24,), None, None).square().sum()
-
-    with pytest.raises(RuntimeError, match=r'no derivative under torch.func.*fusedops.backend\("torch"\)'):
-        torch.func.grad(loss)(x)
-    with fusedops.backend("torch"):
-        assert torch.func.grad(loss)(x).shape == x.shape
-    rows = torch.vmap(lambda row: norm.fused(row, (24,), None, None))(x)
-    assert torch.equal(rows, norm.fused(x, (24,), None, None))
 
 
 FUNCTIONS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.runtime.device import TARGETS, pretend
@@ -81,21 +80,6 @@ def test_a_compiled_graph_holds_the_operator(kernel_runner):
     leaves = [t.detach() for t in tensors(kernel_runner, LAYER, (3, 24), 12)]
     torch.compile(lambda *t: LAYER.fused(*t, "silu"), backend=keep, fullgraph=True)(*leaves)
     assert "fusedops.norm_linear.default" in names
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("function", BOTH, ids=str)
-def test_checkpointing(runner, function, use_reentrant):
-    leaves = tensors(runner, function, (3, 24), 12)
-    wanted = [t for t in leaves if t is not None]
-
-    def call(x, *rest):
-        return function.fused(x.sin(), *rest, "gelu").cos()
-
-    grads = torch.autograd.grad(call(*leaves).sum(), wanted)
-    checkpoint(call, *leaves, use_reentrant=use_reentrant).sum().backward()
-    for leaf, grad in zip(wanted, grads, strict=True):
-        assert torch.equal(leaf.grad, grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -178,13 +178,6 @@ def test_second_derivative_names_the_way_out(kernel_runner, function):
 
 
 @pytest.mark.parametrize("function", BOTH, ids=str)
-def test_forward_mode_names_the_way_out(kernel_runner, function):
-    x, *rest = (t if t is None else t.detach() for t in tensors(kernel_runner, function, (4, 20), 12))
-    with pytest.raises(RuntimeError, match=r'no forward-mode derivative.*fusedops\.backend\("torch"\)'):
-        torch.func.jvp(lambda z: function.fused(z, *rest), (x,), (torch.ones_like(x),))
-
-
-@pytest.mark.parametrize("function", BOTH, ids=str)
 def test_second_derivative_on_the_torch_backend(function):
     leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 5), (5,), (5,), (3, 5), (3,))]
     with fusedops.backend("torch"):
