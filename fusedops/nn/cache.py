@@ -24,8 +24,9 @@ class KVCache:
     int8 and float8 caches hold a float32 scale a token and head besides.
 
     A step of generation calls :meth:`attend` once a layer, then :meth:`advance` once. The lengths live on the device,
-    which is not waited for unless the cache seems full; so a step can be captured in a CUDA graph, for which
-    :meth:`reserve` takes the pages beforehand.
+    which is not waited for unless the cache seems full; so a step can be captured in a CUDA graph or compiled. There
+    the host keeps no count: :meth:`reserve` room beforehand for all tokens that will come, and :meth:`refresh` after
+    the replays of a graph.
 
     It is no module: neither a checkpoint nor ``model.to(dtype)`` should meet it.
 
@@ -132,6 +133,7 @@ class KVCache:
         # What the host knows of the lengths without waiting for the device: none is longer, and whether they are these.
         self._at_most = [0] * batch_size
         self._exact = True
+        self._unknown = False  # compiled steps have advanced
         self._appended = 0  # tokens that the last call of attend has written past the lengths
         self._room = 0  # tokens for which there is room for certain
 
@@ -192,18 +194,20 @@ class KVCache:
         if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
             wrong_value("KVCache.attend", "layer", f"from 0 to {self.num_layers - 1}", layer)
         tokens = self._check_new(q, k, v)
-        self.reserve(tokens)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:  # a graph that read the host's count would be compiled again for each
+            self.reserve(tokens)
         self._appended = tokens
         options: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap, "scale": scale}
         options["window"] = None if self.window is None else (self.window, 0)
         if tokens <= MOST_QUERIES:
             return self._decode(q, k, v, layer, 0, options)
-        if not any(self._at_most):
+        if not compiling and not any(self._at_most):
             self._append(k, v, layer)
             return attention(q, k, v, causal=True, **options)
-        length = self._at_most[0]
+        length = 0 if compiling else self._at_most[0]
         plain = self.window is None and self.page_size is None and self.key_scales is None
-        if plain and self._exact and all(other == length for other in self._at_most):
+        if plain and not compiling and self._exact and all(other == length for other in self._at_most):
             self._append(k, v, layer)
             keys, values = (t[layer][:, :, : length + tokens] for t in (self.keys, self.values))
             return attention(q, keys.to(q.dtype), values.to(q.dtype), causal="bottom_right", **options)
@@ -222,6 +226,10 @@ class KVCache:
         Raises:
             TypeError, ValueError: ``count`` is neither, or more than :meth:`attend` has written.
         """
+        if torch.compiler.is_compiling():
+            self.seqlens.add_(count.to(self.seqlens.device) if isinstance(count, torch.Tensor) else count)
+            self._unknown = True
+            return
         if isinstance(count, torch.Tensor):
             if count.shape != self.seqlens.shape or count.dtype not in (torch.int32, torch.int64):
                 wrong_value("KVCache.advance", "count", f"an int or ({self.batch_size},) int32 or int64", count)
@@ -251,11 +259,13 @@ class KVCache:
             ValueError: the cache has no room.
         """
         check_count("KVCache.reserve", "tokens", tokens)
+        if self._unknown:
+            self.refresh()
         if tokens <= self._room or self.window is not None:
             return
         assert self.max_length is not None
         if max(self._at_most) + tokens > self.max_length:
-            self._learn()
+            self.refresh()
             if (longest := max(self._at_most)) + tokens > self.max_length:
                 raise ValueError(
                     f"KVCache: {tokens} further tokens do not fit: a sequence has {longest} of max_length"
@@ -265,12 +275,20 @@ class KVCache:
             self._take_pages(tokens, self.page_size)
         self._room = tokens
 
+    def refresh(self) -> None:
+        """Wait for the device and read the lengths, after steps of which the host does not know: a graph's replays."""
+        if not (self.seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._at_most, self._exact, self._unknown = self.seqlens.tolist(), True, False
+            self._room = 0
+
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """End sequences: their lengths become 0 and their pages free.
 
         Args:
             rows: numbers of the sequences; None: all.
         """
+        if self._unknown:
+            self.refresh()
         rows = list(range(self.batch_size) if rows is None else rows)
         for row in rows:
             if not isinstance(row, int) or not 0 <= row < self.batch_size:
@@ -290,6 +308,8 @@ class KVCache:
         """
         if not isinstance(indices, torch.Tensor) or indices.shape != self.seqlens.shape or indices.is_floating_point():
             wrong_value("KVCache.reorder", "indices", f"({self.batch_size},) integers", indices)
+        if self._unknown:
+            self.refresh()
         indices = indices.to(self.seqlens.device, torch.int64)
         rows = indices.tolist()
         if not all(0 <= row < self.batch_size for row in rows):
@@ -362,11 +382,6 @@ class KVCache:
             "v_scale": None if self.value_scales is None else self.value_scales[layer],
         }
 
-    def _learn(self) -> None:
-        """Wait for the device and read the lengths."""
-        if not (self.seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._at_most, self._exact = self.seqlens.tolist(), True
-
     def _take_pages(self, tokens: int, page_size: int) -> None:
         def lacking() -> list[int]:
             lengths = [-(-(length + tokens) // page_size) for length in self._at_most]
@@ -376,7 +391,7 @@ class KVCache:
         if not any(wanted):
             return
         if sum(wanted) > len(self._free):
-            self._learn()
+            self.refresh()
             wanted = lacking()
             if sum(wanted) > len(self._free):
                 raise ValueError(

@@ -175,6 +175,35 @@ def test_a_ring_goes_on_for_ever():
         cache.advance(torch.tensor([20, 3]))
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "ring", "int8"])
+def test_compiled_steps_are_compiled_once_and_known_afterwards(kind):
+    q, k, v = inputs(40)
+    cache = make(kind)
+    cache.attend(*(t[:, :, :5] for t in (q, k, v)))
+    cache.advance(5)
+    cache.reserve(30)
+
+    def step(q, k, v):
+        out = cache.attend(q, k, v)
+        cache.advance(1)
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    expected = whole(q, k, v, kind)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for place in range(5, 25):
+            out = compiled(*(t[:, :, place : place + 1] for t in (q, k, v)))
+            close(kind, out, expected[:, :, place : place + 1])
+    out = cache.attend(*(t[:, :, 25:] for t in (q, k, v)))
+    close(kind, out, expected[:, :, 25:])
+    cache.advance(15)
+    assert cache.seqlens.tolist() == [40, 40]
+    if kind == "contiguous":
+        with pytest.raises(ValueError, match="20 further tokens do not fit: a sequence has 40 of max_length 48"):
+            cache.reserve(20)
+
+
 def test_bytes():
     cache = KVCache(2, 3, 4, 32, 16, 8, dtype=torch.int8)
     assert cache.nbytes() == 2 * 3 * 4 * 32 * (16 + 8 + 4 + 4) + 3 * 4
