@@ -128,8 +128,6 @@ def _written_out(node: Node, call: Call) -> Match | None:
     inside.append(weights)
     if not is_last(softmax.args.get("dim"), softmax.args["input"]):
         return None
-    if softmax.args.get("dtype") not in (None, *FLOATS) or dtype_of(weights) not in FLOATS:
-        return None
     scores = uncast(softmax.args["input"], inside)
     mask, scores = _masked(scores, inside)
     scale, product = _scaled(uncast(scores, inside), inside)
@@ -147,6 +145,8 @@ def _written_out(node: Node, call: Call) -> Match | None:
         return None
     if not (same_sizes(q.shape[:-2], k.shape[:-2]) and same_sizes(k.shape[:-1], v.shape[:-1])):
         raise Left("queries, keys and values differ in their batch dimensions")
+    if softmax.args.get("dtype") not in (None, *FLOATS) or dtype_of(weights) not in FLOATS:
+        raise Left(f"it is computed in {dtype_of(weights)}")
     if known(k.shape[-2] == 0) or not math.isfinite(scale * factor):
         return None
     kwargs = {"attn_mask": mask, "scale": scale * factor}

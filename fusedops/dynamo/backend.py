@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from fusedops.dynamo.attention import replace_attentions
 from fusedops.dynamo.linears import replace_linears
@@ -100,7 +100,7 @@ def _fuse(graph: GraphModule, report: Report) -> None:
         return
     for part in _checkpointed(graph):
         _fuse(part, report)
-    before, found = copy.deepcopy(graph.graph), Report()
+    before, found = _copied(graph.graph), Report()
     rewriter = Rewriter(graph.graph, found)
     try:
         for replace in (replace_norms, replace_linears, replace_attentions):
@@ -113,6 +113,16 @@ def _fuse(graph: GraphModule, report: Report) -> None:
     graph.recompile()
     report.replaced += found.replaced
     report.left += found.left
+
+
+def _copied(graph: Graph) -> Graph:
+    """A copy whose nodes have what Dynamo has attached to them, such as the source of an input."""
+    copied = copy.deepcopy(graph)
+    for node, twin in zip(graph.nodes, copied.nodes, strict=True):
+        for name, value in vars(node).items():
+            if name not in vars(twin):
+                setattr(twin, name, value)
+    return copied
 
 
 def _checkpointed(graph: GraphModule) -> Iterator[GraphModule]:

@@ -168,6 +168,23 @@ def number(value: Any) -> float | None:
     return float(value) if type(value) in (int, float) else None
 
 
+def constant(value: Any) -> float | None:
+    """A number, also one that is an attribute or a function's default.
+
+    With ``dynamic=True`` Dynamo makes inputs of those, too. They hardly ever change: the graph is guarded, to be
+    compiled again should they. An argument of the compiled function may change with each call, and is none.
+    """
+    found = number(value)
+    if found is not None or not isinstance(value, Node) or not value.all_input_nodes:
+        return found
+    symbol, source = value.meta.get("example_value"), getattr(value.args[0], "_dynamo_source", None)
+    if type(symbol) is not torch.SymFloat or not symbol.node.has_hint():
+        return None
+    from torch._dynamo.source import AttrSource, DefaultsSource
+
+    return float(symbol) if isinstance(source, (AttrSource, DefaultsSource)) else None
+
+
 def value_of(node: Any) -> torch.Tensor | None:
     """The fake tensor that stands for a node's result; None: it is no plain tensor."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None

@@ -96,7 +96,8 @@ def _matches(layer: Layer) -> Iterator[Match]:
 
 def _layer(node: Node) -> Layer | None:
     call = call_of(node)
-    if call is None or dtype_of(node) not in FLOATS:
+    # The kernels do not take float64: it is looked at for the report.
+    if call is None or dtype_of(node) not in (*FLOATS, torch.float64):
         return None
     a = call.args
     layer = None

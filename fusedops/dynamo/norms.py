@@ -19,6 +19,7 @@ from fusedops.dynamo.graph import (
     Left,
     binary,
     call_of,
+    constant,
     dtype_of,
     is_cast,
     is_last,
@@ -124,7 +125,10 @@ def _group_norm(node: Node) -> Match | None:
     if call is None or call.name != "group_norm":
         return None
     a = call.args
-    args = (a["input"], a["num_groups"], a.get("weight"), a.get("bias"), a.get("eps", 1e-5))
+    eps = constant(a.get("eps", 1e-5))
+    if eps is None:
+        raise Left("eps is no constant")
+    args = (a["input"], a["num_groups"], a.get("weight"), a.get("bias"), eps)
     return Match("group norm", group_norm, args, {}, (node,), ())
 
 
@@ -136,7 +140,7 @@ def _own_function(node: Node) -> Norm | None:
     a = call.args
     kind = call.name.partition("_")[0]
     eps = a.get("eps", 1e-5 if kind == "layer" else None)
-    if eps is not None and number(eps) is None:
+    if eps is not None and (eps := constant(eps)) is None:
         raise Left("eps is no constant")
     return Norm(kind, a["input"], a["normalized_shape"], node, eps, a.get("weight"), a.get("bias"))
 
@@ -153,12 +157,12 @@ def _written_out(node: Node) -> Norm | None:
             if found is None:
                 continue
             kind, source, spare = found
-            if number(eps) is None:
+            if (eps := constant(eps)) is None:
                 raise Left("eps is no constant")
             value = value_of(source)
             if value is None or value.dtype not in FLOATS or dtype_of(node) not in FLOATS:
                 raise Left(f"it is computed in {dtype_of(source)}")
-            norm = Norm(kind, source, None, node, number(eps), written_out=True, inside=inside, spare=spare)
+            norm = Norm(kind, source, None, node, eps, written_out=True, inside=inside, spare=spare)
             _extend(norm)
             return norm
     return None

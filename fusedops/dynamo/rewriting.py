@@ -251,7 +251,11 @@ def _same_tensor(result: torch.Tensor, node: Node) -> list[int] | None:
 
 
 def _hint(size: Any) -> int:
-    return size if type(size) is int else int(size.node.hint)
+    if type(size) is int:
+        return size
+    if not size.node.has_hint():  # it depends on a tensor's values
+        raise Left("the order in which the result lies in memory is not known")
+    return int(size.node.hint)
 
 
 def _words(tensor: torch.Tensor) -> str:

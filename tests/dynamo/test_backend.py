@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -247,6 +248,39 @@ def test_dynamic_shapes(kernel_runner, name):
     assert replaced() == pattern.calls, fusedops.dynamo.last_report()
 
 
+class RMSNorm(torch.nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(RMSNorm(1e-5), "rms_norm"), (torch.nn.LayerNorm(32), "layer_norm"), (torch.nn.GroupNorm(2, 6), "group_norm")],
+)
+def test_an_eps_that_dynamo_makes_an_input(kernel_runner, module, name):
+    """With dynamic=True each number that a module holds is one; a changed one must be seen."""
+    x, module = randn(*X, device=kernel_runner.device), module.to(kernel_runner.device)
+    fast = compiled(module, dynamic=True)
+    for eps in (1e-5, 0.5):
+        module.eps = eps
+        torch.testing.assert_close(fast(x), module(x))
+        assert replaced() == (name,), fusedops.dynamo.last_report()
+
+
+def test_an_eps_that_is_an_argument_is_left(kernel_runner):
+    """It may be another in each call: one graph for all."""
+    fast = compiled(lambda x, eps: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps), dynamic=True)
+    x = randn(*X, device=kernel_runner.device)
+    fast(x, 0.1)
+    assert "eps is no constant" in str(fusedops.dynamo.last_report())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(fast(x, 0.7), x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.7))
+
+
 # --- What must stay ---------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +418,8 @@ LEFT = {
     "half_centred": (half_centred, (X, W), ""),
     "centred_elsewhere": (centred_elsewhere, (X, W), ""),
     "float64": (lambda x, w: t5_norm(x.double(), w.double()), (X, W), "float64"),
+    "linear_of_float64": (lambda x, w: F.silu(F.linear(x.double(), w.double())), (X, M), "float64"),
+    "attention_of_float64": (lambda *t: softmax_attention(*(x.double() for x in t)), (Q, Q, Q), "float64"),
     "layer_norm_of_float64": (lambda x, w: F.layer_norm(x.double(), (32,)) * w, (X, W), "float64"),
     "preactivation_used": (preactivation_used, (X, M), ""),
     "half_the_gelu": (half_the_gelu, (X, M), ""),
@@ -432,6 +468,17 @@ def test_a_sum_that_is_used_before_the_norm(kernel_runner):
     assert replaced() == ("layer_norm",)
     for a, b in zip(ours, with_gradients(function, tensors), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cast", [lambda x, y: x.type_as(y), lambda x, y: x.double().to(y)])
+def test_what_is_cast_to_the_dtype_of_a_norm_is_no_norm(kernel_runner, cast):
+    """The norm is computed for its dtype alone, and the cast of another tensor is its only user."""
+
+    def function(x, weight):
+        return cast(x.sin(), llama_norm(x, weight)) * weight
+
+    tensors = [randn(*shape, device=kernel_runner.device) for shape in (X, W)]
+    torch.testing.assert_close(compiled(function)(*tensors), function(*tensors))
 
 
 def test_torch_funcs_transforms_are_left(kernel_runner):
@@ -490,6 +537,39 @@ def test_by_its_name_with_an_inner_backend_and_inductors_options(kernel_runner):
     assert fusedops.layer_norm in seen
     with pytest.raises(ValueError, match="mode and options are Inductor's"):
         fusedops.dynamo.backend(torch.fx.symbolic_trace(F.relu), (), mode="max-autotune", inner="eager")
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_an_error_in_the_pass_leaves_the_graph_as_it_was(kernel_runner, monkeypatch, inner):
+    def fails(rewriter):
+        raise KeyError("unheard of")
+
+    # The package's attribute of this name is the function.
+    module = sys.modules["fusedops.dynamo.backend"]
+    monkeypatch.setattr(module, "replace_attentions", fails)  # after norms were replaced
+    tensors = [randn(*shape, device=kernel_runner.device) for shape in (X, W)]
+    ours = with_gradients(compiled(llama_norm, inner=inner), tensors)
+    for a, b in zip(ours, with_gradients(llama_norm, tensors), strict=True):
+        torch.testing.assert_close(a, b)
+    report = fusedops.dynamo.last_report()
+    assert not report.replaced
+    assert [entry.reason for entry in report.left] == ["KeyError: 'unheard of'"]
+
+
+def test_sizes_that_depend_on_values(kernel_runner):
+    """The strides of a result have no known order then; the pass must not stumble over that."""
+
+    def function(x):
+        x = x[x.sum((-1, -2)) > -1e9]
+        return F.layer_norm(x, (32,)), llama_norm(x.transpose(0, 1), torch.ones(32, device=x.device))
+
+    x = randn(*X, device=kernel_runner.device)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        ours = compiled(function, inner="aot_eager")(x)
+    for a, b in zip(ours, function(x), strict=True):
+        torch.testing.assert_close(a, b)
+    assert replaced() == ("layer_norm",)
+    assert "is not known" in str(fusedops.dynamo.last_report())
 
 
 def test_the_report_names_places_and_reasons(kernel_runner, caplog):
