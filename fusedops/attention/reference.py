@@ -417,7 +417,7 @@ def dot_product_attention(
     transforms and forward-mode differentiation the formula itself is computed: torch's fused ways have no rules for
     them, and the tangents of its composition are wrong where a bool mask hides keys.
     """
-    if not torch.compiler.is_compiling() and transformed():
+    if transformed():
         return _formula(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
     differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if q.device.type != "cpu" or torch.is_autocast_enabled("cpu"):

@@ -145,16 +145,22 @@ def transformed() -> bool:
     return _transforms() or forward_ad._current_level >= 0
 
 
+def _transform_reason() -> str:
+    transform = "torch.func's transforms" if _transforms() else "forward-mode differentiation"
+    return f"the kernels have no rules for {transform}; torch's operators do"
+
+
+# While a graph is traced, what is at work at this place of it is at work for real. (torch guards graphs on it.)
+transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_transform_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def device_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     """Every reason why no fusedops kernel can run on this device with these dtypes, here and now (empty: one can)."""
+    if transformed():
+        return [*_all_device_reasons(device, dtypes), _transform_reason()]
     if torch.compiler.is_compiling():
         return _all_device_reasons(device, dtypes)
-    if transformed():
-        transform = "torch.func's transforms" if _transforms() else "forward-mode differentiation"
-        return [
-            *_all_device_reasons(device, dtypes),
-            f"the kernels have no rules for {transform}; torch's operators do",
-        ]
     if _known_to_run(device, dtypes):
         return []
     reasons = _all_device_reasons(device, dtypes)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fusedops.runtime.batching import register_batching
 from fusedops.runtime.sharded import prepare
 
 _LIBRARY = torch.library.Library("fusedops", "DEF")  # lives as long as the process
@@ -56,6 +57,7 @@ def register(
     _LIBRARY.impl(name, kernel, "CUDA")
     torch.library.register_fake(f"fusedops::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.fusedops, name).default
+    register_batching(_LIBRARY, name, op)
     tensors_of = _tensors_of(op)
     if function is None:
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")

@@ -133,6 +133,33 @@ def test_second_derivatives(name, device):
         torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=str)
+def test_gradients_of_many_directions_at_once(operator, device):
+    """``is_grads_batched``, and so ``jacobian(vectorize=True)``: the forward saw no transform, the backward does."""
+    tensors = operator.make(device, torch.float32, 2)
+    function, leaves = of_some(operator, tensors)
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    result = function(*leaves)
+    directions = torch.tensor([1.0, -2.0, 0.0], device=device)
+    found = torch.autograd.grad(result, leaves, directions, is_grads_batched=True, retain_graph=True)
+    for at, direction in enumerate(directions):
+        close([grad[at] for grad in found], torch.autograd.grad(result, leaves, direction, retain_graph=True))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "linear:gelu", "attention"])
+def test_compiled_transforms(name, device):
+    (operator,) = [o for o in OPERATORS if o.name == name]
+    tensors = operator.make(device, torch.float32, 3)
+    function, leaves = of_some(operator, tensors)
+    everything = tuple(range(len(leaves)))
+
+    def gradient(*leaves):
+        return torch.func.grad(function, everything)(*leaves)
+
+    torch.compiler.reset()
+    close(torch.compile(gradient, backend="aot_eager")(*leaves), gradients(operator, tensors))
+
+
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_functional_call(module, device):
     model = module.build(device)
