@@ -95,6 +95,8 @@ def check_cache(
             wrong_value(function, "block_table", "of stride 1 in its last dimension", block_table)
         if k_cache.shape[2] < _FEWEST_ROWS:
             wrong_value(function, "k_cache", f"of pages of at least {_FEWEST_ROWS} tokens", k_cache)
+        if k_cache.shape[0] == 0 and block_table.numel() > 0:
+            wrong_value(function, "k_cache", "of at least one page, as block_table names some", k_cache)
     _check_numbers(function, "cache_seqlens", cache_seqlens, (batch,), k_cache)
     if cache_seqlens.stride(0) != 1 and batch > 1:
         cache_seqlens = cache_seqlens.contiguous()
@@ -297,7 +299,8 @@ def attention_decode(
         k_scale, v_scale: float32, of an int8 or float8 cache: a stored number stands for itself times its scale:
             (kv_heads,), or the shape of the cache without its last dimension.
         num_splits: among how many programs the keys of a head are divided, from 1 to 128; None: by the cache's room,
-            batch, heads and device. A number makes a sequence's result independent, to the bit, of the batch it is in.
+            batch, heads and device. A number makes a sequence's result independent, to the bit, of the batch it is in,
+            the room being the same.
         return_lse: return the logarithm of the softmax's denominator too.
 
     Returns:

@@ -270,7 +270,8 @@ def attention_decode(
         d_k,
         d_v,
         size if left is None else min(size, left + seqlen_q),
-        heads=batch * kv_heads,
+        # A fixed division promises the same bits in any batch: tiles must not depend on it either.
+        heads=batch * kv_heads if num_splits is None else kv_heads,
         queries=group * seqlen_q,
         dtype=DTYPE_NAMES[q.dtype],
         cache_dtype=DTYPE_NAMES[keys.dtype],
@@ -303,8 +304,10 @@ def attention_decode(
         )  # fmt: skip
         if splits > 1:
             rows = batch * heads * seqlen_q
+            block_splits = next_power_of_2(splits)
+            warps = 4 if block_splits * problem.block_dv <= 8192 else 8  # registers hold all shares of a row
             merge_kernel[(rows,)](
                 parts, part_lse, out, lse, out.stride()[:3], rows, heads, seqlen_q,
-                SPLITS=splits, BLOCK_SPLITS=next_power_of_2(splits), D_V=d_v, BLOCK_DV=problem.block_dv, **options(4),
+                SPLITS=splits, BLOCK_SPLITS=block_splits, D_V=d_v, BLOCK_DV=problem.block_dv, **options(warps),
             )  # fmt: skip
     return out, lse

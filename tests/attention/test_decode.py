@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import fusedops
 from fusedops.attention.cache import LARGEST
+from fusedops.attention.tuning_decode import DecodeConfig
 from tests.harness.errors import check_error
 from tests.harness.tensors import randn
 
@@ -292,7 +294,14 @@ def test_what_a_window_has_passed_may_be_gone(runner, kind):
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "ring"])
-def test_a_sequence_is_the_same_in_any_batch(kernel_runner, kind):
+def test_a_sequence_is_the_same_in_any_batch(kernel_runner, monkeypatch, kind):
+    """Also where the tuner has found another tile best for another number of heads."""
+
+    def tuned(operator, problem, device):
+        return DecodeConfig(64, 16 if problem.heads <= 2 else 32, 4, 2)
+
+    # The package's attribute of its name is the function.
+    monkeypatch.setattr(importlib.import_module("fusedops.attention.kernels_decode"), "resolve", tuned)
     caches = KINDS[kind].but(new=2)
     made = caches.make(kernel_runner.device)
     caches.fill(made)
@@ -568,3 +577,16 @@ def test_wrong_scales_and_pages():
     pages = torch.zeros(9, 2, 8, 16)
     with pytest.raises(ValueError, match="k_cache must be of pages of at least 16 tokens"):
         fusedops.append_kv(k, k, pages, pages.clone(), cache_seqlens=lengths, block_table=torch.zeros(3, 4).int())
+    pages, table = torch.zeros(0, 2, 16, 16), torch.zeros(3, 4).int()
+    with pytest.raises(ValueError, match="k_cache must be of at least one page, as block_table names some"):
+        fusedops.append_kv(k, k, pages, pages.clone(), cache_seqlens=lengths, block_table=table)
+
+
+def test_a_pool_without_pages_holds_sequences_of_no_tokens(runner):
+    q, pages = torch.ones(3, 4, 1, 16, device=runner.device), torch.zeros(0, 2, 16, 16, device=runner.device)
+    lengths = torch.tensor([0, 5, -3], device=runner.device)
+    out, lse = fusedops.attention_decode(
+        q, pages, pages.clone(), cache_seqlens=lengths, block_table=lengths.new_zeros(3, 0), return_lse=True
+    )
+    assert not out.any()
+    assert (lse == -math.inf).all()

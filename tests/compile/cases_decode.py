@@ -42,6 +42,7 @@ def _decode(
     batch: int = 1,
     precision: str = "ieee",
     options: bool = False,
+    splits: int | None = None,
 ) -> Callable[[], object]:
     """``options``: a window, a softcap, ALiBi and sinks; ``batch`` of 64: the keys are not divided."""
     from fusedops.attention.kernels_decode import attention_decode
@@ -50,7 +51,7 @@ def _decode(
     q = torch.empty(batch, 8 * group, queries, d, dtype=dtype)
     slopes, sinks = (torch.ones(1, 8 * group), torch.ones(8 * group)) if options else (None, None)
     left, softcap = (1000 if options or ring else None), (30.0 if options else 0.0)
-    return lambda: attention_decode(q, cache, 1, left, slopes, sinks, softcap, 0.1, None, precision)
+    return lambda: attention_decode(q, cache, 1, left, slopes, sinks, softcap, 0.1, splits, precision)
 
 
 def _append(dtype: torch.dtype, d: int, tokens: int, **kind: Any) -> Callable[[], object]:
@@ -70,6 +71,7 @@ _TABLE: list[tuple[str, torch.dtype, int, dict[str, Any], frozenset[str]]] = [
     ("step_64", _FP16, 64, {}, TABLES),
     ("step_128", _BF16, 128, {}, BFLOAT16_TARGETS),
     ("step_256", _BF16, 256, {}, _HALF),
+    ("step_256_most_splits", _BF16, 256, {"splits": 128}, _HALF | {"sm_100"}),
     ("step_96_many_sequences", _FP16, 96, {"batch": 64, "group": 1}, KINDS),
     ("speculation_64", _BF16, 64, {"queries": 16, "group": 8, "page": 64}, KINDS),
     ("speculation_128", _BF16, 128, {"queries": 16, "group": 8, "page": 64}, BFLOAT16_TARGETS & TABLES),
