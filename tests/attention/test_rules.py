@@ -72,7 +72,7 @@ MASK_MODS = {"dilated": dilated, "prefix": prefix}
 @pytest.mark.parametrize("rule", SCORE_MODS)
 def test_score_mod(runner, rule, dtype):
     """One that is not linear, other for each batch and head, and one that reads two tensors."""
-    check(BASE, runner, dtype, score_mod=SCORE_MODS[rule](runner.device))
+    check(BASE, runner, dtype, thorough=True, score_mod=SCORE_MODS[rule](runner.device))
 
 
 @pytest.mark.parametrize("rule", MASK_MODS)

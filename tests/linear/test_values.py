@@ -153,7 +153,11 @@ def test_large_and_special_values(runner, activation):
         y = function()
         results.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6, equal_nan=True)
+        # torch's own gelu of an infinity is NaN on some CPUs.
+        known = ~theirs.isnan().flatten() | z.isnan()
+        torch.testing.assert_close(ours[known], theirs[known], rtol=2e-6, atol=1e-6, equal_nan=True)
+    if runner.name != "torch":
+        assert results[0][0][1] == (1.0 if activation in ("sigmoid", "tanh", "hardsigmoid") else float("inf"))
     assert results[0][0][2:].isfinite().all()
     assert results[0][1][2:].isfinite().all()
 

@@ -52,7 +52,8 @@ def test_embeddings_are_the_same(encoder, attn, calls):
         report = fusedops.patch(model, strict=True, check=batch)
         assert (calls["scaled_dot_product_attention"], calls["linear"]) == (6, 7)
         actual = model(**batch)
-        assert report.check.max_abs_error < 5e-6 * report.check.max_abs_value
+        # The noise is what another order of summation changes, on this CPU.
+        assert report.check.max_abs_error < max(5e-6 * report.check.max_abs_value, report.check.noise_floor)
         for name in ("last_hidden_state", "pooler_output"):
             states = (
                 attended(output[name], batch) if output[name].dim() == 3 else output[name]
