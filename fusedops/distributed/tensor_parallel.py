@@ -341,5 +341,10 @@ def tensor_parallel_plan(
             plan[f"{at}linear1"] = ColwiseParallel(input_layouts=layout)
             plan[f"{at}linear2"] = RowwiseParallel(output_layouts=layout)
     if not plan:
-        wrong_value("tensor_parallel_plan", "module", "a model with parts of fusedops.nn that have a style", module)
+        known = ", ".join(sorted(kind.__name__ for kind in (*_PLACEMENTS, TransformerEncoderLayer)))
+        raise ValueError(
+            f"tensor_parallel_plan: module must have parts that are modules of fusedops.nn ({known}); got a"
+            f" {type(module).__name__} without any. (For other modules, patched ones too, write a plan of torch's"
+            " ColwiseParallel and RowwiseParallel, or take the model's own.)"
+        )
     return plan

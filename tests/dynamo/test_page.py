@@ -16,14 +16,14 @@ PAGE = (ROOT / "docs" / "compile.md").read_text()
 
 
 @pytest.mark.interpreter
-def test_the_pages_python_runs_and_reports_what_it_shows():
+def test_the_pages_python_runs_and_reports_what_it_shows(capsys):
     torch._dynamo.reset()
     names = {}
     with fusedops.backend("triton"):
         for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
             exec(compile(code, "model.py", "exec"), names)
     (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
-    assert str(names["report"]) + "\n" == shown
+    assert capsys.readouterr().out.startswith(shown)
 
 
 def test_the_page_names_every_function_that_the_backend_calls():
