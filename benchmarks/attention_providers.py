@@ -10,7 +10,7 @@ import importlib
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedops
 from benchmarks import compare
-from benchmarks.compare import OURS
 from benchmarks.measure import Run
+from benchmarks.report import OURS
 
 DIRECTIONS = ("forward", "backward")
 
@@ -241,11 +241,6 @@ class Provider:
 
 
 Found = dict[str, Provider]
-
-
-def load(names: Iterable[str]) -> tuple[Found, dict[str, str]]:
-    """:func:`benchmarks.compare.load` of PROVIDERS."""
-    return compare.load(PROVIDERS, names)
 
 
 def run_in(direction: str, provider: Provider, inputs: Inputs) -> Run:

@@ -2,7 +2,7 @@
 
 The public function is called on CPU tensors while launches are written down instead of run
 (:mod:`fusedops.inspection.offline`), the kernel is compiled for the target, and its machine code is read
-(:mod:`fusedops.inspection.sass`). Beside it stand the two forms of :mod:`benchmarks.textbook_attention`, compiled with
+(:mod:`fusedops.inspection.sass`). Beside it stand the two forms of :mod:`fusedops.inspection.textbook`, compiled with
 the same tile, warps and stages: the one that takes any lengths, as ours does, and the one that takes whole tiles only.
 
 Ours has a loop over the tiles of keys that every query of a tile sees, and one or two over those at the edges (the
@@ -12,7 +12,6 @@ other instructions. The textbook has one loop for all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,8 +21,9 @@ import torch
 import fusedops
 from benchmarks.compare import OURS
 from benchmarks.measure import markdown_table
-from fusedops.inspection.offline import Compiled, Launch, capture_launches, compile_launch
-from fusedops.inspection.sass import Instruction, Kind, Mix, innermost_loops, loops, serialised
+from fusedops.inspection.loops import counts_of, steps_of
+from fusedops.inspection.offline import Launch, capture_launches, compile_launch
+from fusedops.inspection.sass import Mix, code, innermost_loops, serialised
 from fusedops.runtime.launch import options as launch_options
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -33,9 +33,6 @@ TEXTBOOK, WHOLE = "textbook", "textbook, whole tiles"
 
 # Long enough for every architecture's largest tile, and a multiple of it.
 LENGTH, HEADS = 8192, 16
-
-# Exponentials and their like, which a unit of their own computes at a fraction of the rate: NVIDIA's; AMD's.
-_EXPONENTIAL = re.compile(r"MUFU|v_(exp|log|rcp|rsq|sqrt|sin|cos)_f(16|32)\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ def inspect(target: str, size: int, causal: bool, dtype: torch.dtype) -> list[St
     except Exception as error:  # a kernel that this version cannot launch is a result; the others are still wanted
         return [StaticResult(**names, source=OURS, error=_short(error))]
 
-    from benchmarks import textbook_attention
+    from fusedops.inspection.textbook import attention as textbook_attention
 
     with capture_launches(target) as launches:
         options = launch_options(kwargs["num_warps"], kwargs["num_stages"])
@@ -151,8 +148,11 @@ def _read(launch: Launch, target: str, names: dict[str, Any]) -> StaticResult:
     names["kernel"] = launch.name
     try:
         compiled = compile_launch(launch, target)
-        with_products = [mix for mix in loops(compiled) if mix.count("matrix")]
-        steps = _steps(compiled, with_products)
+        instructions, labels = code(compiled)
+        inner = innermost_loops(instructions, labels)
+        steps = steps_of(compiled, [counts_of(instructions, loop.body) for loop in inner])
+        mixes = ((Mix.of(instructions[at] for at in loop.body), step) for loop, step in zip(inner, steps, strict=True))
+        with_products = [(mix, step) for mix, step in mixes if mix.count("matrix")]
         resources: dict[str, Any] = {
             "registers": compiled.registers,
             "spill_bytes": compiled.spill_bytes,
@@ -163,87 +163,28 @@ def _read(launch: Launch, target: str, names: dict[str, Any]) -> StaticResult:
         return StaticResult(**names, error=_short(error))
     if not with_products:
         return StaticResult(**names, **resources, error="no loop has matrix instructions")
-    main, *edges = sorted(with_products, key=lambda mix: _others(mix) / mix.count("matrix"))
+    (main, main_steps), *edges = sorted(with_products, key=lambda one: _others(one[0]) / one[0].count("matrix"))
     counts: dict[str, Any] = {
         "matrix": ", ".join(main.names("matrix")),
-        "steps": steps,
+        "steps": main_steps,
         "matrix_count": main.count("matrix"),
-        "exponentials": _exponentials(main),
+        "exponentials": main.count("special"),
         "others": _others(main),
         "copies": main.count("copy"),
         "barriers": main.count("barrier"),
     }
     if edges:
-        counts.update(edge_matrix=edges[-1].count("matrix"), edge_others=_others(edges[-1]))
+        edge, _ = edges[-1]
+        counts.update(edge_matrix=edge.count("matrix"), edge_others=_others(edge))
     return StaticResult(**names, **resources, **counts)
 
 
-def _exponentials(mix: Mix) -> int:
-    return sum(number for (_, name), number in mix.opcodes.items() if _EXPONENTIAL.fullmatch(name))
-
-
 def _others(mix: Mix) -> int:
-    return mix.count("copy") + mix.count("barrier") + mix.count("other") - _exponentials(mix)
+    return sum(mix.count(kind) for kind in ("copy", "barrier", "other"))
 
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-
-
-# --- unrolling -------------------------------------------------------------------------------------------------------
-
-# Triton makes a turn of a loop of each tile of keys; what turns it into machine code may unroll it. So a tile's matrix
-# instructions are counted where it has not been: in PTX, and for AMD in the LLVM IR.
-_PTX = re.compile(
-    r"^\s*(?:(?P<label>[$\w]+):(?!:)|(?P<guard>@!?%\w+\s+)?(?P<opcode>[a-z][\w.:]*)(?P<rest>[^;]*);)", re.MULTILINE
-)
-_PTX_MATRIX = re.compile(r"(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b.*")
-_LLVM = re.compile(r"^(?P<label>[\w.$-]+):|^[ \t]+(?P<line>\S.*)$", re.MULTILINE)
-_LLVM_MATRIX = re.compile(r"@llvm\.amdgcn\.(mfma|smfmac|wmma|swmmac)\.")
-
-
-def _steps(compiled: Compiled, found: Sequence[Mix]) -> int | None:
-    """Tiles of keys a turn of a kernel's loops; None where that is not to be told."""
-    parsed = _parse_ptx(compiled.asm["ptx"]) if "ptx" in compiled.asm else _parse_llvm(compiled.asm["llir"])
-    bodies = innermost_loops(*parsed)
-    before = {sum(parsed[0][at].kind == "matrix" for at in body) for body in bodies} - {0}
-    after = {mix.count("matrix") for mix in found}
-    if len(before) != 1 or len(after) != 1:
-        return None
-    steps, rest = divmod(after.pop(), before.pop())
-    return steps if steps and not rest else None
-
-
-def _parse_ptx(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions and labels of a kernel's PTX, as :func:`fusedops.inspection.sass.parse_sass` gives them."""
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for found in _PTX.finditer(ptx.partition(".entry")[2].partition("{")[2]):
-        if found["label"]:
-            labels[found["label"]] = len(instructions)
-            continue
-        opcode = found["opcode"]
-        jumps = opcode.partition(".")[0] == "bra"
-        ends = (jumps or opcode in ("ret", "exit")) and not found["guard"]
-        kind: Kind = "matrix" if _PTX_MATRIX.fullmatch(opcode) else "other"
-        instructions.append(Instruction(opcode, kind, (found["rest"].strip(),) if jumps else (), not ends))
-    return instructions, labels
-
-
-def _parse_llvm(llir: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The same of a kernel's LLVM IR."""
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for found in _LLVM.finditer(llir.partition("define ")[2].partition("{\n")[2].partition("\n}")[0]):
-        if found["label"]:
-            labels[found["label"]] = len(instructions)
-            continue
-        line = found["line"]
-        jumps = line.startswith("br ")
-        kind: Kind = "matrix" if _LLVM_MATRIX.search(line) else "other"
-        targets = tuple(re.findall(r"label %([\w.$-]+)", line)) if jumps else ()
-        instructions.append(Instruction(line.partition(" ")[0], kind, targets, not line.startswith(("br ", "ret "))))
-    return instructions, labels
 
 
 # --- report ----------------------------------------------------------------------------------------------------------

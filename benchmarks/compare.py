@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import datetime
+import argparse
 import json
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from benchmarks.device_check import versions
-from benchmarks.measure import GpuTimer, Run, Sample
-
-OURS = "fusedops"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+import fusedops
+from benchmarks import plots
+from benchmarks.measure import GpuTimer, Run, Sample, ceilings
+from benchmarks.report import OURS, RESULTS, file_name, header, progress, ratios, told, write
+from fusedops.inspection.offline import capture_launches
+from fusedops.runtime.device import device_facts
 
 Offer = TypeVar("Offer")
 Tensors = Sequence["torch.Tensor | None"]
@@ -193,26 +193,194 @@ def sample_row(sample: Sample | None) -> dict[str, Any]:
     }
 
 
-def header(left_out: Mapping[str, str]) -> dict[str, Any]:
-    """How a report begins: when, with which versions of what, and which libraries are missing."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"date": now, "versions": versions(), "left_out": dict(left_out)}
+# --- a benchmark's three ways: timed, once on the CPU, from the compiled code ----------------------------------------
 
 
-def write(path: Path, report: Mapping[str, Any]) -> None:
-    """``path``.json with everything, ``path``.csv with a line a result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    write_rows(path.with_suffix(".csv"), report["results"])
+class Outcome(Protocol):
+    """One provider's result in one case."""
+
+    @property
+    def provider(self) -> str: ...
+    @property
+    def error(self) -> str | None: ...
+    def row(self) -> dict[str, Any]:
+        """For a CSV file."""
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A CSV file whose columns are the first row's."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
+Found = TypeVar("Found", bound=Outcome)
+Problem = TypeVar("Problem")
 
 
-def progress() -> Progress:
-    return Progress(console=Console(stderr=True), transient=True)  # standard output stays clean for a pipe
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a problem is timed with.
+
+    Attributes:
+        device: where.
+        timer: its clock.
+        seconds: for each size and direction.
+        ceilings: what the device reaches with the simplest work, by :func:`benchmarks.measure.ceilings`.
+    """
+
+    device: torch.device
+    timer: GpuTimer
+    seconds: float
+    ceilings: Mapping[str, float]
+
+
+def no_gpu(name: str, instead: str = "--static reads the compiled kernels without one") -> int:
+    """Say that nothing can be timed here, and what can be done; the exit code."""
+    print(
+        f"{name}: torch finds no CUDA or ROCm device here, so nothing can be timed; {instead}; --dry-run runs every"
+        " library once on the CPU",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def loaded(
+    providers: Mapping[str, Callable[[], Offer]], names: Iterable[str]
+) -> tuple[dict[str, Offer], dict[str, str]]:
+    """:func:`load`, and say on standard error what is left out."""
+    found, left_out = load(providers, names)
+    for name, reason in left_out.items():
+        print(f"left out: {name}: {reason}", file=sys.stderr)
+    return found, left_out
+
+
+def timed(
+    name: str,
+    problems: Mapping[str, Problem],
+    measure: Callable[[Problem, Timing], Sequence[Found]],
+    show: Callable[[Sequence[Found]], str],
+    case: tuple[str, ...],
+    plot: plots.Plot | None,
+    left_out: Mapping[str, str],
+    device: torch.device,
+    options: argparse.Namespace,
+) -> int:
+    """Compare, time, and write what was found, after each problem; the exit code.
+
+    Args:
+        name: of the benchmark.
+        problems: by their names.
+        measure: one problem's results, of every provider and direction.
+        show: the results as tables.
+        case: columns that say which case a result is of.
+        plot: what to draw.
+        left_out: providers, and why.
+        options: of :func:`benchmarks.options.parse`.
+    """
+    deadline = time.monotonic() + (options.budget or float("inf"))
+    timer = GpuTimer(device)
+    timing = Timing(device, timer, options.seconds, ceilings(timer, device))
+    facts = device_facts(device)
+    report = {
+        **header(left_out),
+        "benchmark": name,
+        "device": asdict(facts),
+        "dtype": options.dtype,
+        "ceilings": timing.ceilings,
+        "case": list(case),
+        "not_reached": [],
+        "results": [],
+    }
+    path = (options.output or RESULTS) / f"{name}-{file_name(facts.name)}"
+    results: list[Found] = []
+    # An error, rather than a timing of torch under our name.
+    with progress() as bar, fusedops.backend("triton"):
+        task = bar.add_task("", total=len(problems))
+        for label, problem in problems.items():
+            if time.monotonic() > deadline:
+                report["not_reached"].append(label)
+                continue
+            bar.update(task, description=label)
+            fresh()
+            try:
+                results += measure(problem, timing)
+            except torch.OutOfMemoryError as error:  # its tensors alone do not fit: the other sizes are still wanted
+                report["not_reached"].append(f"{label}: {short(error)}")
+            torch.cuda.empty_cache()
+            report["results"] = [result.row() for result in results]
+            write(path, report)
+            bar.advance(task)
+    write(path, report)
+    title = f"{facts.name}, {options.dtype}"
+    drawn = plot is not None and plots.draw(plot, report["results"], title, path.with_suffix(".png"))
+    print(json.dumps(report, indent=1) if options.json else f"{show(results)}\n\n{told(ratios(report))}")
+    if report["not_reached"]:
+        print(f"not reached: {'; '.join(report['not_reached'])}", file=sys.stderr)
+    print(f"written: {path}.csv, .json{' and .png' if drawn else ''}", file=sys.stderr)
+    return 1 if any(result.error for result in results if result.provider == OURS) else 0
+
+
+def dry_run(
+    problems: Mapping[str, Problem],
+    judge: Callable[[Problem], tuple[Mapping[str, float | Exception], Callable[[str, str], Run]]],
+    directions: Sequence[str],
+    dtype: torch.dtype,
+) -> int:
+    """Compare every provider that runs on a CPU with float64, run each direction once; the exit code.
+
+    Args:
+        problems: tiny ones, by their names.
+        judge: a problem's distances by provider, and what makes (direction, provider) something to run.
+    """
+    wrong = 0
+    with fusedops.backend("torch"):
+        for label, problem in problems.items():
+            fresh()
+            distances, make_run = judge(problem)
+            for provider, found in distances.items():
+                reason = verdict(found, dtype)
+                wrong += bool(reason) and provider == OURS
+                if not reason:
+                    for direction in directions:
+                        make_run(direction, provider)()
+                print(f"{label}: {provider}: {reason or 'agrees with float64'}")
+    print(f"dry run: {len(problems)} problems ran on the torch backend, {wrong} wrong; nothing was timed")
+    return 1 if wrong else 0
+
+
+def static(
+    name: str,
+    cases: Mapping[str, Callable[[], Sequence[Any]]],
+    show: Callable[[list[Any]], str],
+    left_out: Mapping[str, str],
+    options: argparse.Namespace,
+) -> int:
+    """Compile kernels and read their code; the exit code.
+
+    Args:
+        cases: what reads each, by its name: results with ``error``, ``as_dict()``, perhaps ``row()``, and ``provider``
+            or ``source``.
+    """
+    try:
+        with capture_launches(options.targets[0]):
+            pass
+    except RuntimeError as error:  # no Triton, or one that interprets
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    results: list[Any] = []
+    failed: list[str] = []
+    with progress() as bar:
+        task = bar.add_task("", total=len(cases))
+        for label, inspect in cases.items():
+            bar.update(task, description=label)
+            found = inspect()
+            results += found
+            failed += [
+                f"{label}: {result.error}"
+                for result in found
+                if result.error and OURS in (getattr(result, "provider", None), getattr(result, "source", None))
+            ]
+            bar.advance(task)
+    report = {**header(left_out), "benchmark": f"{name}-static", "results": [result.as_dict() for result in results]}
+    print(json.dumps(report, indent=1) if options.json else show(results))
+    if options.output is not None:
+        path = options.output / f"{name}-static"
+        write(path, report, [getattr(result, "row", result.as_dict)() for result in results])
+        print(f"written: {path}.csv and .json", file=sys.stderr)
+    for message in failed[:5]:
+        print(f"{name}: {message}", file=sys.stderr)
+    return 1 if failed else 0

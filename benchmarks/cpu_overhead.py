@@ -29,6 +29,7 @@ import torch  # noqa: E402
 
 import fusedops  # noqa: E402
 from benchmarks.measure import Run, Sample, human_seconds, interleave, markdown_table, median_interval, paired_ratio  # noqa: E402
+from benchmarks.report import header  # noqa: E402
 from fusedops.demo import encoder, gpt  # noqa: E402
 
 
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         ]
     results.append(imports(max(3, options.repeats // 8), options.import_limit))
     report = {
-        "torch": torch.__version__,
+        **header({}),
         "threads": torch.get_num_threads(),
         "results": results,
         "ok": all(entry["ok"] for entry in results),
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = json.dumps(report, indent=1)
     print(table(results), text, sep="\n\n")
     if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text + "\n")
     return 0 if report["ok"] else 1
 

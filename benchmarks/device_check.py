@@ -1,29 +1,38 @@
-"""On a GPU: are the kernels right, and how fast are they beside torch's own?
+"""On a GPU: are the kernels right, which configurations are the fastest, and how fast are they beside other libraries?
 
-    python benchmarks/device_check.py [--budget 240] [--output FOLDER] [--only attention] [--no-tests]
+    python benchmarks/device_check.py [--budget 350] [--output FOLDER] [--configs FOLDER] [--parts attention decode …]
 
-Runs the tests marked ``gpu``, then times every operator in bfloat16, forward and backward, against torch eager: by the
-device's own clock, the L2 cache flushed before every repeat, ours and torch's in turn, medians. Writes
-``<device>.json`` and ``<device>.md`` in benchmarks/results. What does not fit in the budget is left out and listed.
-``--dry-run`` runs every case once on the CPU, at tiny sizes on the torch backend: it times nothing.
+Within the budget (default: 350 seconds for everything), each in a process of its own, so that what crashes or hangs
+ends nothing but itself: the tests marked ``gpu``; ``autotune`` of the problems whose configurations ship; the quick
+benchmarks beside every library that is installed; the host's work a launch; a profile of a training step. A part gets
+its share of the time that is left; what does not fit is left out and listed.
 
-Exit codes: 0 right, 1 a test failed or a result is wrong, 2 usage, or no GPU.
+Writes ``<gpu>/<date>.json`` and ``.md`` with plots and the trace to --output (default: benchmarks/results), and the
+measured configurations to --configs (default: fusedops/configs, where they ship from). Names the worst ratio to
+another library last.
+
+``--dry-run`` runs every part on the CPU, at tiny sizes, and measures nothing.
+
+Exit codes: 0 right, 1 a part failed, did not finish, or found a wrong result, 2 usage, or no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
 import os
-import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,257 +41,287 @@ sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
 import torch  # noqa: E402
 
-import fusedops  # noqa: E402
-from benchmarks.cases import OURS, Case, all_cases  # noqa: E402
-from benchmarks.measure import GpuTimer, Run, Sample, human_seconds, markdown_table  # noqa: E402
+from benchmarks.__main__ import command_of  # noqa: E402
+from benchmarks.device_report import markdown, worst_of  # noqa: E402
+from benchmarks.report import RESULTS, file_name, header, told  # noqa: E402
 from fusedops.runtime.device import device_facts  # noqa: E402
 
-# The tests may take this share of the budget before they are stopped.
-_TESTS_SHARE = 0.55
+# The parts in their order, and their shares of the time.
+SHARES = {
+    "tests": 110, "tune": 60, "attention": 40, "decode": 25, "linear": 25, "norm": 25, "model": 40, "launches": 10,
+    "trace": 15,
+}  # fmt: skip
+BENCHMARKS = ("attention", "decode", "linear", "norm", "model")
+# What a part needs besides its measurements: Python and torch start, the last size is finished, files are written.
+_STARTING, _OF_LIMIT = 6.0, 0.8
+# What a part that is over its time may take to say what it has.
+_GRACE = 6.0
 
-# Relative distance ‖ours - torch's‖ / ‖torch's‖ of two right results in bfloat16: both round to 2^-9.
-_CLOSE = 2e-2
+
+@dataclass(frozen=True)
+class Run:
+    """What a command came to.
+
+    Attributes:
+        result: ``done``, ``failed`` or ``timed out``.
+        output: of standard output and standard error.
+    """
+
+    result: str
+    code: int | None
+    output: str
+    seconds: float
+
+
+@dataclass
+class Check:
+    """One run of the check.
+
+    Attributes:
+        folder: for the parts' files, which are put together afterwards.
+        configs: where measured configurations go.
+        environment: of the parts.
+    """
+
+    folder: Path
+    configs: Path
+    dry: bool
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=240.0, help="Seconds for everything (default: 240).")
+    parser.add_argument("--budget", type=float, default=350.0, help="Seconds for everything (default: 350).")
     parser.add_argument("--output", type=Path, help="Folder for the results (default: benchmarks/results).")
-    parser.add_argument("--only", help="Times only the operators whose name contains this.")
-    parser.add_argument("--no-tests", action="store_true", help="Leaves the tests out.")
-    parser.add_argument("--dry-run", action="store_true", help="Runs every case once on the CPU and times nothing.")
+    parser.add_argument("--configs", type=Path, help="Folder for measured configurations (default: fusedops/configs).")
+    parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES), help="Default: all.")
+    parser.add_argument("--dry-run", action="store_true", help="Runs every part on the CPU and measures nothing.")
     options = parser.parse_args(arguments)
-    cases = [case for case in all_cases(tiny=options.dry_run) if (options.only or "") in case.operator]
-    if not cases:
-        parser.error(f"--only {options.only}: no operator has such a name")
-    if options.dry_run:
-        return dry_run(cases)
-    if not torch.cuda.is_available():
+    if options.budget <= 0:
+        parser.error("--budget must be positive")
+    if not (options.dry_run or torch.cuda.is_available()):
         print("device_check: torch finds no CUDA or ROCm device here; --dry-run runs without one", file=sys.stderr)
         return 2
-    device = torch.device("cuda", torch.cuda.current_device())
-    folder = options.output or ROOT / "benchmarks" / "results"
-    return check(cases, device, options.budget, folder, not options.no_tests)
+    parts = [name for name in SHARES if name in options.parts]
+    with tempfile.TemporaryDirectory() as folder:
+        output = options.output or (Path(folder) / "results" if options.dry_run else RESULTS)
+        configs = options.configs or (Path(folder) / "configs" if options.dry_run else ROOT / "fusedops" / "configs")
+        check = Check(Path(folder), configs, options.dry_run, _environment(Path(folder), options.dry_run))
+        report = run_parts(check, parts, options.budget)
+        return finish(check, report, output)
 
 
-def dry_run(cases: list[Case]) -> int:
-    wrong = 0
-    with fusedops.backend("torch"):
-        for case in cases:
-            runs = case.prepare(torch.device("cpu"))
-            distance = largest_distance(runs)
-            verdict = "agrees with" if distance <= _CLOSE else f"DIFFERS ({distance:.1e}) from"
-            wrong += distance > _CLOSE
-            print(f"{case.name}: {verdict} {', '.join(name for name in runs if name != OURS)}")
-    print(f"dry run: {len(cases)} cases ran once each on the torch backend, {wrong} wrong; nothing was timed")
-    return 1 if wrong else 0
+def _environment(folder: Path, dry: bool) -> dict[str, str]:
+    """Of the parts: a store of their own, so that what was tuned here before decides nothing and what this run tunes is
+    used by what comes after it."""
+    environment = {**os.environ, "FUSEDOPS_CACHE_DIR": str(folder / "store"), "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment.pop("TRITON_INTERPRET", None)
+    if dry:
+        environment["OMP_NUM_THREADS"] = "1"
+    return environment
 
 
-def check(cases: list[Case], device: torch.device, budget: float, folder: Path, tests: bool) -> int:
-    """Test, time and write the report; the exit code."""
+def run_parts(check: Check, parts: Sequence[str], budget: float) -> dict[str, Any]:
+    """Every part within the budget; the report."""
     began = time.monotonic()
     report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": {**asdict(device_facts(device)), "memory": torch.cuda.get_device_properties(device).total_memory},
-        "versions": versions(),
-        "tests": run_tests(budget * _TESTS_SHARE) if tests else None,
-        "ceilings": {},
-        "cases": [],
-        "failed": [],
-        "left_out": [],
+        **header({}),
+        "dry_run": check.dry,
+        "device": {"name": "dry run"} if check.dry else _device(),
+        "budget_seconds": budget,
+        "parts": {},
     }
-    timer = GpuTimer(device)
-    report["ceilings"] = ceilings(timer, device)
-    deadline = began + 0.95 * budget
-    with fusedops.backend("triton"):  # an error, rather than a timing of torch under our name
-        for number, case in enumerate(cases):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                report["left_out"] = [skipped.name for skipped in cases[number:]]
-                break
+    for number, name in enumerate(parts):
+        left = budget - (time.monotonic() - began)
+        limit = left * SHARES[name] / sum(SHARES[each] for each in parts[number:])
+        if limit < 2:
+            report["parts"][name] = {"result": "left out", "summary": "the time was up", "seconds": 0.0}
+            continue
+        print(f"\n== {name}, {limit:.0f} s at most", flush=True)
+        with warming(check, parts) if name == "tests" and not check.dry else contextlib.nullcontext():
             try:
-                result = time_case(case, timer, device, min(0.6, left / 2))
-            except Exception as error:  # one case's failure is its result; the others are still wanted
-                report["failed"].append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:2000]})
-                print(f"{case.name}: {type(error).__name__}", flush=True)
-                torch.cuda.empty_cache()
-                continue
-            report["cases"].append(result)
-            print(f"{case.name}: {result['speedup']:.2f} x torch", flush=True)
+                found = run_part(check, name, limit)
+            except Exception as error:  # of this script: the other parts are still wanted
+                found = {"result": "failed", "summary": f"{type(error).__name__}: {error}"[:500], "seconds": 0.0}
+        report["parts"][name] = found
+        print(f"   {found['result']}: {found['summary']} ({found['seconds']:.0f} s)", flush=True)
+    report["seconds"] = round(time.monotonic() - began, 1)
+    report["worst"] = worst_of(report)
+    return report
+
+
+def _device() -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return asdict(device_facts(device))
+
+
+def finish(check: Check, report: dict[str, Any], output: Path) -> int:
+    """Write the report and the parts' files; the exit code."""
+    folder = output / file_name(report["device"]["name"])
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(report["device"]["name"])
+    path = folder / datetime.datetime.fromisoformat(report["date"]).strftime("%Y-%m-%d-%H%M")
+    files = [*sorted(check.folder.glob("*.png")), *sorted(check.folder.glob("*.json.gz"))]
+    report["files"] = []
+    for file in files:
+        report["files"].append(f"{path.name}-{file.name}")
+        shutil.copyfile(file, folder / report["files"][-1])
     path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     text = markdown(report)
     path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\nwritten: {path.with_suffix('.json')} and .md, after {time.monotonic() - began:.0f} s")
+    print(f"\n{text}\nwritten: {path}.json and .md, after {report['seconds']:.0f} s")
+    print(told(report["worst"], most=3))
     return 0 if right(report) else 1
 
 
 def right(report: dict[str, Any]) -> bool:
-    tests_right = report["tests"] is None or report["tests"]["result"] == "passed"
-    return tests_right and not report["failed"] and all(case["agrees"] for case in report["cases"])
+    return all(part["result"] in ("done", "left out") for part in report["parts"].values())
 
 
-def versions() -> dict[str, str | None]:
-    import triton
+# --- parts -----------------------------------------------------------------------------------------------------------
 
-    return {
-        "fusedops": fusedops.__version__,
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "rocm": torch.version.hip,
+
+def run_part(check: Check, name: str, limit: float) -> dict[str, Any]:
+    """A part's ``result``, ``summary`` in a line, ``seconds``, and ``data``: what it found, or nothing."""
+    environment = check.environment
+    if name == "tests":
+        return run_tests(check, limit)
+    if name in BENCHMARKS:
+        return _run_benchmark(check, name, limit)
+    written = check.folder / f"{name}.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "device_parts.py"), name, "--output", str(written)]
+    command += ["--budget", f"{soft(limit):.1f}", "--configs", str(check.configs)]
+    if check.dry:
+        command.append("--dry-run")
+        if name in ("tune", "launches"):
+            environment = {**environment, "TRITON_INTERPRET": "1"}
+    run = run_command(command, limit, environment)
+    data = _read(written)
+    return _part(run, data, data["summary"] if data else None)
+
+
+def _run_benchmark(check: Check, name: str, limit: float) -> dict[str, Any]:
+    mode = "dry-run" if check.dry else "timed"
+    further = ["--budget", f"{soft(limit):.1f}"] if mode == "timed" else []
+    (command,) = command_of(name, mode, True, check.folder, further)
+    run = run_command(command, limit, check.environment)
+    written = sorted(check.folder.glob(f"{name}-*.json"))
+    data = _read(written[0]) if written else None
+    summary = None
+    if data is not None:
+        wrong = [row for row in data["results"] if row["error"] and row["provider"].startswith("fusedops")]
+        summary = f"{len(data['results'])} results"
+        summary += f", {len(data['not_reached'])} problems not reached" * bool(data["not_reached"])
+        summary += f", fusedops failed: {wrong[0]['error']}" if wrong else ""
+    return _part(run, data, summary)
+
+
+def soft(limit: float) -> float:
+    """Seconds after which a part begins nothing more, so that it is done within its limit."""
+    return max(1.0, _OF_LIMIT * limit - _STARTING)
+
+
+def _part(run: Run, data: Any, summary: str | None) -> dict[str, Any]:
+    lines = [line for line in run.output.splitlines() if line.strip()]
+    part = {
+        "result": run.result,
+        "summary": summary or (lines or ["no output"])[-1][:300],
+        "seconds": round(run.seconds, 1),
+        "data": data,
     }
+    if run.result != "done":
+        part["output"] = lines[-40:]
+    return part
 
 
-def commit() -> str | None:
-    """The checkout's commit, with a ``+`` where files differ from it; None: this is no checkout, or git is missing."""
+def _read(path: Path) -> Any:
+    """A JSON file that a part wrote; None: it did not."""
     try:
-        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
         return None
-    return run.stdout.strip()
 
 
-def run_tests(seconds: float) -> dict[str, Any]:
-    """Run the tests marked ``gpu`` in a process of their own, for so long at most."""
+def run_tests(check: Check, limit: float) -> dict[str, Any]:
+    """The tests marked ``gpu``; of a dry run, whether tests are found."""
     if importlib.util.find_spec("pytest") is None:
-        return {"result": "not run", "summary": "pytest is not installed", "seconds": 0.0}
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(min(6, os.cpu_count() or 1))]  # most of a first run is compilation, on the CPU
-    print(" ".join(command[1:]), flush=True)
-    began = time.monotonic()
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        result = {0: "passed", 5: "no test found"}.get(process.returncode, "failed")
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its workers too, which would disturb the timings
-        output, _ = process.communicate()
-        result = "unfinished"
-    spent = time.monotonic() - began
-    print("\n".join(output.splitlines()[-40:]), flush=True)
-    return {"result": result, "summary": summary(output), "seconds": round(spent, 1)}
+        return {"result": "left out", "summary": "pytest is not installed", "seconds": 0.0, "data": None}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    if check.dry:
+        command += ["--collect-only", "tests/benchmarks/test_measure.py"]
+    else:
+        command += ["-m", "gpu"]
+        if importlib.util.find_spec("xdist") is not None:
+            command += ["-n", str(min(8, os.cpu_count() or 1))]  # most of a first run is compilation, on the CPU
+    run = run_command(command, limit, check.environment)
+    part = _part(run, None, closing_line(run.output))
+    if run.code == 5:
+        part["summary"] = "no test was found"
+    return part
 
 
-def summary(output: str) -> str:
+def closing_line(output: str) -> str:
     """The closing line of pytest's output, such as ``312 passed, 2 skipped in 40.11s``; else its last line."""
     lines = [line.strip("= ") for line in output.splitlines() if line.strip()]
-    closing = [line for line in lines if re.search(r"\d+ (passed|failed|errors?|deselected).* in [\d.]+", line)]
+    closing = [line for line in lines if re.search(r"\d+ (passed|failed|errors?|deselected|tests?).* in [\d.]+", line)]
     return (closing or lines or ["no output"])[-1]
 
 
-def ceilings(timer: GpuTimer, device: torch.device) -> dict[str, float]:
-    """What this device reaches with the simplest work: a copy (bytes read and written), a bfloat16 product."""
-    free, _ = torch.cuda.mem_get_info(device)
-    source = torch.empty(min(1 << 30, free // 8), dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    size = 8192 if free > 4 << 30 else 4096
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copy = timer.measure({"copy": lambda: target.copy_(source)}, 0.5)["copy"].median
-    product = timer.measure({"product": lambda: a @ b}, 0.5)["product"].median
-    return {"copy_bytes_per_second": 2 * source.numel() / copy, "product_flops_per_second": 2 * size**3 / product}
+@contextlib.contextmanager
+def warming(check: Check, parts: Sequence[str]) -> Iterator[None]:
+    """While the tests run, which time nothing, the benchmarks run too, for what they compile: the compilers' caches
+    keep it. What they write is thrown away."""
+    processes = []
+    for name in (name for name in BENCHMARKS if name in parts):
+        (command,) = command_of(name, "timed", True, check.folder / "warm-up", ["--seconds", "0"])
+        processes.append(_start(command, check.environment, subprocess.DEVNULL))
+    try:
+        yield
+    finally:
+        for process in processes:
+            _kill(process)
 
 
-def time_case(case: Case, timer: GpuTimer, device: torch.device, seconds: float) -> dict[str, Any]:
-    runs = case.prepare(device)
-    distance = largest_distance(runs)
-    samples = timer.measure(runs, seconds)
-    return result_of(case, samples, distance)
+# --- processes -------------------------------------------------------------------------------------------------------
 
 
-def result_of(case: Case, samples: dict[str, Sample], distance: float) -> dict[str, Any]:
-    """A case's entry in the report. ``speedup``: the best torch median over ours."""
-    ours = samples[OURS].median
-    others = {name: sample.median for name, sample in samples.items() if name != OURS}
-    best = min(others, key=lambda name: others[name])
-    return {
-        "operator": case.operator,
-        "problem": case.problem,
-        "direction": case.direction,
-        "unit": case.unit,
-        "work": case.work,
-        "seconds": {name: asdict(sample) for name, sample in samples.items()},
-        "best_torch": best,
-        "speedup": others[best] / ours,
-        "rate": case.work / ours,
-        "relative_distance": distance,
-        "agrees": distance <= _CLOSE,
-    }
+def run_command(command: list[str], limit: float, environment: dict[str, str]) -> Run:
+    """Run a command for so many seconds at most, its children too."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:  # a pipe would wait for whoever else holds its end
+        process = _start(command, environment, file)
+        result = "done"
+        try:
+            process.wait(max(0.1, limit - _GRACE))
+        except subprocess.TimeoutExpired:
+            result = "timed out"
+            _signal(process, signal.SIGINT)  # as Ctrl-C: it may still write what it has
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(_GRACE, limit))
+        _kill(process)
+        file.seek(0)
+        output = file.read()
+    if result == "done" and process.returncode:
+        result = "failed"
+    return Run(result, process.returncode, output, time.monotonic() - began)
 
 
-def largest_distance(runs: dict[str, Run]) -> float:
-    """Largest ``‖ours - torch's‖ / ‖torch's‖`` over the results and over torch's ways. NaN counts as infinite."""
-    ours = _tensors(runs[OURS]())
-    distance = 0.0
-    for name, run in runs.items():
-        if name == OURS:
-            continue
-        for mine, theirs in zip(ours, _tensors(run()), strict=True):
-            relative = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
-            distance = max(distance, relative if relative == relative else float("inf"))
-    return distance
+def _start(command: list[str], environment: dict[str, str], output: Any) -> subprocess.Popen[Any]:
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
 
 
-def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
+def _signal(process: subprocess.Popen[Any], number: int) -> None:
+    """To the process and its children, which would disturb what is timed next."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
-def file_name(device: str) -> str:
-    """``NVIDIA H200`` → ``nvidia-h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "device"
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The report as a page: what ran where, then a row a case."""
-    device, found = report["device"], report["versions"]
-    limits = report["ceilings"]
-    copy, product = limits["copy_bytes_per_second"], limits["product_flops_per_second"]
-    tests = report["tests"]
-    lines = [
-        f"# {device['name']}",
-        "",
-        f"{report['date']}; {device['arch']}, {device['multiprocessor_count']} multiprocessors; "
-        + ", ".join(f"{name} {version}" for name, version in found.items() if version),
-        "",
-        f"A copy reaches {copy / 1e12:.2f} TB/s, a bfloat16 product {product / 1e12:.0f} TFLOP/s.",
-        "",
-        "Tests marked gpu: " + ("left out" if tests is None else f"{tests['result']} ({tests['summary']})") + ".",
-        "",
-        "bfloat16; medians by the device's clock, L2 flushed before each repeat; speed-up over torch's best way.",
-        "",
-    ]
-    rows = [_row(case, copy) for case in report["cases"]]
-    lines.append(markdown_table(("operator", "problem", "direction", "fusedops", "torch", "speed-up", "rate"), rows))
-    for failure in report["failed"]:
-        lines += ["", f"Failed: {failure['case']}: {failure['error'].splitlines()[0]}"]
-    if report["left_out"]:
-        lines += ["", f"Left out, the time was up: {'; '.join(report['left_out'])}."]
-    return "\n".join(lines) + "\n"
-
-
-def _row(case: dict[str, Any], copy: float) -> tuple[str, ...]:
-    best = case["best_torch"]
-    if case["unit"] == "byte":
-        rate = f"{case['rate'] / 1e12:.2f} TB/s ({case['rate'] / copy:.0%} of a copy)"
-    else:
-        rate = f"{case['rate'] / 1e12:.0f} TFLOP/s"
-    return (
-        case["operator"],
-        case["problem"],
-        case["direction"],
-        human_seconds(case["seconds"][OURS]["median"]) + ("" if case["agrees"] else " WRONG"),
-        f"{human_seconds(case['seconds'][best]['median'])} ({best})",
-        f"{case['speedup']:.2f}",
-        rate,
-    )
+def _kill(process: subprocess.Popen[Any]) -> None:
+    _signal(process, signal.SIGKILL)
+    process.wait()
 
 
 if __name__ == "__main__":

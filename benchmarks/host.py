@@ -35,6 +35,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import fusedops  # noqa: E402
 from benchmarks.measure import Run, markdown_table  # noqa: E402
+from benchmarks.report import header  # noqa: E402
 from fusedops.inspection.offline import Launch, capture_launches, target_facts  # noqa: E402
 from fusedops.runtime.device import DeviceFacts, pretend  # noqa: E402
 
@@ -60,18 +61,16 @@ def main(arguments: list[str] | None = None) -> int:
     text = json.dumps(report, indent=1)
     print(text if options.json else tables(report))
     if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text + "\n")
     return 0 if report["ok"] else 1
 
 
 def measure(operators: list[str], facts: DeviceFacts, repeats: int) -> dict[str, Any]:
-    import triton
-
     calls = [_operator(name, *CALLS[name](), facts, repeats) for name in operators]
     found = look_up(facts, 50 * repeats)
     return {
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **header({}),
         "target": facts.arch,
         "operators": calls,
         "look_up": found,

@@ -7,7 +7,8 @@ On a GPU: times layers of GPT-2, BERT, ViT-L and Llama-3-8B in fusedops, torch e
 Liger, flash-attn, Apex and Transformer Engine, as far as they are installed, by the device's own clock, the L2 cache
 flushed before every repeat, all of them and the bare matrix products (torch.mm: cuBLAS, hipBLASLt) in turn, medians.
 fusedops appears as it is configured by default and with each of its candidate kernels. Each provider is first compared
-with float64; one that is wrong is marked and not timed. Writes CSV and JSON to --output (default: benchmarks/results).
+with float64; one that is wrong is marked and not timed. Writes CSV, JSON and a plot, in percent of the bare products,
+to --output (default: benchmarks/results).
 
 ``--static`` needs no GPU: it compiles fusedops' kernels and a plain textbook product with the same tiles, and reads
 from their code the main loop's instructions, registers and shared memory. Writes CSV and JSON where --output is given.
@@ -20,10 +21,9 @@ Exit codes: 0 right, 1 no GPU, or fusedops is wrong or fails, 2 usage.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,19 +34,20 @@ sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
 import torch  # noqa: E402
 
-import fusedops  # noqa: E402
-from benchmarks import compare, linear_providers, linear_static  # noqa: E402
-from benchmarks.cases import ACTIVATIONS  # noqa: E402
-from benchmarks.compare import DTYPES, OURS  # noqa: E402
-from benchmarks.device_check import file_name  # noqa: E402
-from benchmarks.linear_providers import DIRECTIONS, LAYERS, Inputs, Layer, Problem, Provider  # noqa: E402
-from benchmarks.measure import GpuTimer, Sample, human_seconds, markdown_table  # noqa: E402
-from fusedops.runtime.device import device_facts  # noqa: E402
+from benchmarks import compare, linear_providers, linear_static, options  # noqa: E402
+from benchmarks.compare import Timing  # noqa: E402
+from benchmarks.linear_providers import ACTIVATIONS, DIRECTIONS, LAYERS, Inputs, Layer, Problem, Provider  # noqa: E402
+from benchmarks.measure import Run, Sample, human_seconds, markdown_table  # noqa: E402
+from benchmarks.options import DTYPES  # noqa: E402
+from benchmarks.plots import Plot  # noqa: E402
+from benchmarks.report import OURS  # noqa: E402
 
 ROWS = (1, 16, 128, 1024, 4096, 16384)
 QUICK_LAYERS = ("gpt2.fc1", "llama3_8b.attention_output", "llama3_8b.gate_up")
 QUICK_ROWS = (16, 4096)
 PRODUCT = "product"
+CASE = ("layer", "direction", "rows")
+PLOT = Plot(("layer",), ("direction",), "rows", "percent_of_product", "the bare products")
 
 # By how much the default may be slower than the best candidate before it is named; what repeats differ by.
 _SLOWER = 1.03
@@ -96,79 +97,52 @@ class Result:
             **compare.sample_row(self.sample),
             "product_seconds": self.product.median if self.product else None,
             "teraflops": self.rate / 1e12 if self.sample else None,
-            "ratio_to_product": self.of_product if self.sample else None,
+            "percent_of_product": 100 * self.of_product if self.sample else None,
             "error": self.error,
         }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _options(arguments)
-    if options.static:
-        return static(options)
-    if not (torch.cuda.is_available() or options.dry_run):
-        print(
-            "linear: torch finds no CUDA or ROCm device here; --static reads the compiled kernels without one",
-            file=sys.stderr,
-        )
-        return 1
-    found, left_out = _load(options)
-    if options.dry_run:
-        return dry_run(found, options)
-    return timed(found, left_out, torch.device("cuda", torch.cuda.current_device()), options)
+    asked = _options(arguments)
+    if asked.static:
+        return static(asked)
+    if not (torch.cuda.is_available() or asked.dry_run):
+        return compare.no_gpu("linear")
+    ours = [name for name in linear_providers.PROVIDERS if name.startswith(OURS)]
+    if asked.dry_run:
+        ours = [OURS]  # without a GPU all of them are torch
+    found, left_out = compare.loaded(linear_providers.PROVIDERS, [*ours, *asked.providers])
+    if asked.dry_run:
+        return dry_run(found, asked)
+    return timed(found, left_out, torch.device("cuda", torch.cuda.current_device()), asked)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     others = [name for name in linear_providers.PROVIDERS if not name.startswith(OURS)]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    quick = "A few layers and rows, without torch.compile, which searches for minutes; --static: one target."
+    targets = linear_static.TARGETS
+    parser = options.parser(
+        __doc__, others, quick=quick, directions=DIRECTIONS, targets=targets, default_targets=targets
+    )
     parser.add_argument("--layers", nargs="+", choices=LAYERS, help="Default: all.")
-    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="Default: all.")
     parser.add_argument("--rows", nargs="+", type=int, help="Tokens or pixels (default: 1 … 16384).")
     parser.add_argument("--activation", choices=ACTIVATIONS, help="Instead of the models' own.")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="Default: bfloat16.")
-    parser.add_argument("--providers", nargs="+", choices=others, help="Beside fusedops; default: all.")
-    parser.add_argument("--seconds", type=float, help="For each size and direction (default: 0.4; quick: 0.1).")
-    parser.add_argument("--output", type=Path, help="Folder for the results (timed: benchmarks/results).")
-    parser.add_argument("--json", action="store_true", help="Prints JSON instead of tables.")
-    parser.add_argument(
-        "--quick", action="store_true", help="A few layers and rows, without torch.compile, which searches for minutes."
-    )
-    parser.add_argument("--static", action="store_true", help="Reads the compiled kernels' code; needs no GPU.")
-    parser.add_argument(
-        "--targets", nargs="+", choices=linear_static.TARGETS, default=linear_static.TARGETS, help="Of --static."
-    )
     parser.add_argument(
         "--kernels", nargs="+", choices=linear_static.KERNELS, default=tuple(linear_static.KERNELS), help="Of --static."
     )
-    parser.add_argument("--dry-run", action="store_true", help="Runs everything once on the CPU and times nothing.")
-    options = parser.parse_args(arguments)
-    timing = ("layers", "rows", "activation", "providers", "seconds", "quick", "dry_run")
-    if options.static and (given := [f"--{name.replace('_', '-')}" for name in timing if getattr(options, name)]):
-        parser.error(f"--static takes no {', '.join(given)}")
-    quick = options.quick
-    options.layers = options.layers or (QUICK_LAYERS if quick else tuple(LAYERS))
-    options.rows = options.rows or (QUICK_ROWS if quick else ROWS)
-    options.providers = options.providers or [name for name in others if not (quick and name == "torch.compile")]
-    if options.seconds is None:
-        options.seconds = 0.1 if quick else 0.4
-    if min(options.rows) < 1:
+    asked = options.parse(
+        parser, arguments, timing=("layers", "rows", "activation", "providers"), others=others, slow=("torch.compile",)
+    )
+    asked.layers = asked.layers or (QUICK_LAYERS if asked.quick else tuple(LAYERS))
+    asked.rows = asked.rows or (QUICK_ROWS if asked.quick else ROWS)
+    if min(asked.rows) < 1:
         parser.error("--rows must be positive")
-    return options
+    return asked
 
 
-def _load(options: argparse.Namespace) -> tuple[linear_providers.Found, dict[str, str]]:
-    """The providers that are asked for, fusedops always; prints why one is left out."""
-    ours = [name for name in linear_providers.PROVIDERS if name.startswith(OURS)]
-    if options.dry_run:
-        ours = [OURS]  # without a GPU all of them are torch
-    found, left_out = linear_providers.load([*ours, *options.providers])
-    for name, reason in left_out.items():
-        print(f"left out: {name}: {reason}", file=sys.stderr)
-    return found, left_out
-
-
-def _layer(name: str, options: argparse.Namespace) -> Layer:
+def _layer(name: str, asked: argparse.Namespace) -> Layer:
     layer = LAYERS[name]
-    return replace(layer, activation=options.activation) if options.activation and layer.activation else layer
+    return replace(layer, activation=asked.activation) if asked.activation and layer.activation else layer
 
 
 # --- timed -----------------------------------------------------------------------------------------------------------
@@ -178,38 +152,30 @@ def timed(
     providers: linear_providers.Found,
     left_out: dict[str, str],
     device: torch.device,
-    options: argparse.Namespace,
+    asked: argparse.Namespace,
 ) -> int:
     """Compare, time, and write what was found; the exit code."""
-    timer = GpuTimer(device)
-    dtype = DTYPES[options.dtype]
-    problems = [Problem(name, _layer(name, options), rows, dtype) for name in options.layers for rows in options.rows]
-    results: list[Result] = []
-    # An error, rather than a timing of torch under our name.
-    with compare.progress() as progress, fusedops.backend("triton"):
-        task = progress.add_task("", total=len(problems) * len(options.directions))
-        for problem in problems:
-            compare.fresh()
-            inputs = Inputs.of(problem, device)
-            offering = _offering(problem, providers, inputs)
-            distances = _distances(problem, offering, inputs)
-            for direction in options.directions:
-                progress.update(task, description=f"{problem.name} {problem.rows} {direction}")
-                results += _measure(problem, direction, offering, distances, inputs, timer, options.seconds)
-                progress.advance(task)
-            del inputs
-            torch.cuda.empty_cache()
-    facts = device_facts(device)
-    report = {
-        **compare.header(left_out),
-        "device": asdict(facts),
-        "results": [result.row() for result in results],
+    dtype = DTYPES[asked.dtype]
+
+    def measure(problem: Problem, timing: Timing) -> list[Result]:
+        inputs = Inputs.of(problem, device)
+        offering = _offering(problem, providers, inputs)
+        distances = _distances(problem, offering, inputs)
+        return [
+            result
+            for direction in asked.directions
+            for result in _measure(problem, direction, offering, distances, inputs, timing)
+        ]
+
+    def show(results: Sequence[Result]) -> str:
+        return f"{table(results)}\n\n{summary(results)}"
+
+    problems = {
+        f"{name} {rows}": Problem(name, _layer(name, asked), rows, dtype)
+        for name in asked.layers
+        for rows in asked.rows
     }
-    path = (options.output or ROOT / "benchmarks" / "results") / f"linear-{file_name(facts.name)}"
-    compare.write(path, report)
-    print(json.dumps(report, indent=1) if options.json else f"{table(results)}\n\n{summary(results)}")
-    print(f"written: {path}.csv and .json", file=sys.stderr)
-    return 1 if any(result.error for result in results if result.provider == OURS) else 0
+    return compare.timed("linear", problems, measure, show, CASE, PLOT, left_out, device, asked)
 
 
 def _offering(problem: Problem, providers: linear_providers.Found, inputs: Inputs) -> dict[str, Provider]:
@@ -241,15 +207,13 @@ def _measure(
     providers: dict[str, Provider],
     distances: dict[str, float | Exception],
     inputs: Inputs,
-    timer: GpuTimer,
-    seconds: float,
+    timing: Timing,
 ) -> list[Result]:
-    device = inputs.gradient.device
     samples, product, errors = compare.measure(
         distances, problem.dtype,
         lambda name: linear_providers.run_in(direction, providers[name], problem, inputs),
-        lambda: linear_providers.products(direction, problem, device),
-        timer, seconds,
+        lambda: linear_providers.products(direction, problem, timing.device),
+        timing.timer, timing.seconds,
     )  # fmt: skip
     kernels = linear_providers.choices(problem, direction, inputs) if OURS in samples else None
     return [
@@ -343,51 +307,30 @@ def summary(results: Sequence[Result]) -> str:
 # --- without a GPU ---------------------------------------------------------------------------------------------------
 
 
-def dry_run(providers: linear_providers.Found, options: argparse.Namespace) -> int:
+def dry_run(providers: linear_providers.Found, asked: argparse.Namespace) -> int:
     """Every provider that runs on a CPU, each direction once."""
-    wrong = 0
-    with fusedops.backend("torch"):
-        for name in options.layers:
-            problem = Problem(name, _layer(name, options).tiny(), 8, DTYPES[options.dtype])
-            inputs = Inputs.of(problem, torch.device("cpu"))
-            compare.fresh()
-            offering = _offering(problem, providers, inputs)
-            for provider, found in _distances(problem, offering, inputs).items():
-                reason = compare.verdict(found, problem.dtype)
-                wrong += bool(reason) and provider == OURS
-                if not reason:
-                    for direction in options.directions:
-                        linear_providers.run_in(direction, offering[provider], problem, inputs)()
-                print(f"{name}: {provider}: {reason or 'agrees with float64'}")
-    print(f"dry run: {len(options.layers)} layers ran on the torch backend, {wrong} wrong; nothing was timed")
-    return 1 if wrong else 0
+
+    def judge(problem: Problem) -> tuple[dict[str, float | Exception], Callable[[str, str], Run]]:
+        inputs = Inputs.of(problem, torch.device("cpu"))
+        offering = _offering(problem, providers, inputs)
+        return _distances(problem, offering, inputs), lambda direction, name: linear_providers.run_in(
+            direction, offering[name], problem, inputs
+        )
+
+    dtype = DTYPES[asked.dtype]
+    problems = {name: Problem(name, _layer(name, asked).tiny(), 8, dtype) for name in asked.layers}
+    return compare.dry_run(problems, judge, asked.directions, dtype)
 
 
-def static(options: argparse.Namespace) -> int:
-    try:
-        with linear_static.capture_launches(options.targets[0]):
-            pass
-    except RuntimeError as error:  # no Triton, or one that interprets
-        print(f"linear: {error}", file=sys.stderr)
-        return 1
-    results: list[linear_static.StaticResult] = []
-    cases = [(target, kernel) for target in options.targets for kernel in options.kernels]
-    with compare.progress() as progress:
-        task = progress.add_task("", total=len(cases))
-        for target, kernel in cases:
-            progress.update(task, description=f"{target} {kernel}")
-            results += linear_static.inspect(kernel, target, DTYPES[options.dtype])
-            progress.advance(task)
-    report = {**compare.header({}), "results": [result.as_dict() for result in results]}
-    print(json.dumps(report, indent=1) if options.json else f"{linear_static.table(results)}\n\n{linear_static.NOTE}")
-    if options.output is not None:
-        compare.write(options.output / "linear-static", report)
-        compare.write_rows(options.output / "linear-static.csv", [result.row() for result in results])
-        print(f"written: {options.output / 'linear-static'}.csv and .json", file=sys.stderr)
-    failed = [result for result in results if result.error and result.source == OURS]
-    for result in failed[:5]:
-        print(f"linear: {result.case} {result.target}: {result.error}", file=sys.stderr)
-    return 1 if failed else 0
+def static(asked: argparse.Namespace) -> int:
+    cases = {
+        f"{target} {kernel}": partial(linear_static.inspect, kernel, target, DTYPES[asked.dtype])
+        for target in asked.targets
+        for kernel in asked.kernels
+    }
+    return compare.static(
+        "linear", cases, lambda results: f"{linear_static.table(results)}\n\n{linear_static.NOTE}", {}, asked
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,15 +16,20 @@ import torch.nn.functional as F
 
 import fusedops
 from benchmarks import compare
-from benchmarks.cases import ACTIVATIONS
-from benchmarks.compare import OURS
 from benchmarks.measure import Run, linear_flops
+from benchmarks.report import OURS
 from fusedops.linear import tuning, tuning_gated
 from fusedops.linear.tuning_skinny import skinny_config
 from fusedops.runtime.device import DeviceFacts, device_facts
 
 Operator = Literal["linear", "gated_linear", "mlp"]
 DIRECTIONS = ("forward", "both")
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
 
 # (x, residual or None, weight, bias or None, second weight or None, second bias or None) -> y
 Function = Callable[..., torch.Tensor]
@@ -143,11 +148,6 @@ class Provider:
 
 
 Found = dict[str, Provider]
-
-
-def load(names: Iterable[str]) -> tuple[Found, dict[str, str]]:
-    """:func:`benchmarks.compare.load` of PROVIDERS."""
-    return compare.load(PROVIDERS, names)
 
 
 def run_in(direction: str, provider: Provider, problem: Problem, inputs: Inputs) -> Run:

@@ -2,8 +2,8 @@
 
 Each kernel is called on CPU tensors while launches are written down instead of run
 (:mod:`fusedops.inspection.offline`), compiled for the target, and its machine code is read
-(:mod:`fusedops.inspection.sass`). Beside it stands the product of :mod:`benchmarks.textbook`, compiled with the same
-tile, warps and stages.
+(:mod:`fusedops.inspection.sass`). Beside it stands the product of :mod:`fusedops.inspection.textbook`, compiled with
+the same tile, warps and stages.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def inspect(case: str, target: str, dtype: torch.dtype) -> list[StaticResult]:
     tile = (rows, cols * kernel.columns, depth)
     results = [_read(ours, tile, target, {**names, "source": OURS, "kernel": kernel.name})]
     if kernel.operands is not None:
-        from benchmarks import textbook
+        from fusedops.inspection.textbook import product as textbook
 
         a, b = kernel.operands(dtype)
         options = launch_options(ours.kwargs["num_warps"], ours.kwargs["num_stages"])

@@ -135,6 +135,29 @@ class GpuTimer:
         return torch.cuda.Event(enable_timing=True)
 
 
+def copy_of(moved: int, device: torch.device) -> Run:
+    """A copy that moves so many bytes, read and written ones together: what memory-bound work is compared with."""
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def ceilings(timer: GpuTimer, device: torch.device) -> dict[str, float]:
+    """What this device reaches with the simplest work: a copy (bytes read and written), a bfloat16 product.
+
+    Returns:
+        ``copy_bytes_per_second`` and ``product_flops_per_second``.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    source = torch.empty(min(1 << 30, free // 8), dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    size = 8192 if free > 4 << 30 else 4096
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    copy = timer.measure({"copy": lambda: target.copy_(source)}, 0.2)["copy"].median
+    product = timer.measure({"product": lambda: a @ b}, 0.2)["product"].median
+    return {"copy_bytes_per_second": 2 * source.numel() / copy, "product_flops_per_second": 2 * size**3 / product}
+
+
 # --- work of an operator: floating-point operations, and the least bytes that must move -------------------------------
 
 
@@ -143,23 +166,18 @@ def linear_flops(rows: int, inputs: int, outputs: int, backward: bool) -> int:
     return 2 * rows * inputs * outputs * (2 if backward else 1)
 
 
-def attention_flops(batch: int, heads: int, queries: int, keys: int, width: int, causal: bool, backward: bool) -> int:
-    """Two products a query-key pair forward, five backward (Dao 2023, "FlashAttention-2", section 4.1).
-
-    ``causal`` (square) halves them, as is the custom: the diagonal is not counted apart.
-    """
-    pairs = queries * keys // 2 if causal else queries * keys
-    return 2 * batch * heads * pairs * width * (5 if backward else 2)
-
-
-def norm_bytes(rows: int, width: int, itemsize: int, parameters: int, backward: bool, residual: bool = False) -> int:
+def norm_bytes(elements: int, itemsize: int, parameters: int, backward: bool, residual: bool = False) -> int:
     """Read x, write y; backward: read x and dy, write dx. Each of ``parameters`` is read (and its gradient written).
 
     With a residual the forward also reads it and writes the sum, and the backward also reads the sum's gradient (the
     gradient of the residual is that of x).
+
+    Args:
+        elements: of x.
+        parameters: elements of weight and bias together.
     """
     tensors = (3 if backward else 2) + ((1 if backward else 2) if residual else 0)
-    return itemsize * (tensors * rows * width + parameters * width * (2 if backward else 1))
+    return itemsize * (tensors * elements + parameters * (2 if backward else 1))
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

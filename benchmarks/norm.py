@@ -20,10 +20,9 @@ Exit codes: 0 right, 1 no GPU, or fusedops is wrong or fails, 2 usage.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,16 +33,21 @@ sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
 import torch  # noqa: E402
 
-import fusedops  # noqa: E402
-from benchmarks import compare, norm_providers, norm_static  # noqa: E402
-from benchmarks.compare import DTYPES, OURS  # noqa: E402
-from benchmarks.device_check import file_name  # noqa: E402
-from benchmarks.measure import GpuTimer, Run, Sample, human_seconds, markdown_table  # noqa: E402
+from benchmarks import compare, norm_providers, norm_static, options  # noqa: E402
+from benchmarks.compare import Timing  # noqa: E402
+from benchmarks.measure import Run, Sample, copy_of, human_seconds, markdown_table  # noqa: E402
 from benchmarks.norm_providers import DIRECTIONS, OPERATORS, Inputs, Problem  # noqa: E402
-from fusedops.runtime.device import TARGETS, device_facts  # noqa: E402
+from benchmarks.options import DTYPES  # noqa: E402
+from benchmarks.plots import Plot  # noqa: E402
+from benchmarks.report import OURS  # noqa: E402
+from fusedops.runtime.device import TARGETS  # noqa: E402
 
 WIDTHS = tuple(2**n for n in range(8, 17))
+QUICK_WIDTHS = (1024, 4096, 16384)
+QUICK_DIRECTIONS = ("forward", "backward")
 COPY = "copy"
+CASE = ("operator", "direction", "rows", "width")
+PLOT = Plot(("operator",), ("direction",), "width", "percent_of_copy", "a copy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,56 +95,40 @@ class Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _options(arguments)
-    if options.static:
-        return static(options)
-    found, left_out = _load(options, tuple(norm_providers.PROVIDERS))
-    if options.dry_run:
-        return dry_run(found, options)
-    if not torch.cuda.is_available():
-        print(
-            "norm: torch finds no CUDA or ROCm device here; --static reads the compiled kernels without one",
-            file=sys.stderr,
-        )
-        return 1
-    return timed(found, left_out, torch.device("cuda", torch.cuda.current_device()), options)
+    asked = _options(arguments)
+    if not (asked.static or asked.dry_run or torch.cuda.is_available()):
+        return compare.no_gpu("norm")
+    names = norm_static.PROVIDERS if asked.static else tuple(norm_providers.PROVIDERS)
+    wanted = [name for name in names if name == OURS or name in asked.providers]
+    found, left_out = compare.loaded(norm_providers.PROVIDERS, wanted)
+    if asked.static:
+        return static(found, left_out, asked)
+    if asked.dry_run:
+        return dry_run(found, asked)
+    return timed(found, left_out, torch.device("cuda", torch.cuda.current_device()), asked)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=OPERATORS, help="Default: all.")
-    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="Default: all.")
-    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, help="Elements a row (default: 256 … 65536).")
-    parser.add_argument("--mib", type=float, default=64.0, help="Least size of a tensor: gives the rows (default: 64).")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="Default: bfloat16.")
-    parser.add_argument(
-        "--providers", nargs="+", choices=norm_providers.PROVIDERS, help="Beside fusedops; default: all."
+    others = tuple(norm_providers.PROVIDERS)  # fusedops too: alone, it is what --static is quick with
+    quick = "A few widths, without a forward and backward in one, and without torch.compile; --static: one target."
+    parser = options.parser(
+        __doc__, others, quick=quick, directions=DIRECTIONS, targets=tuple(TARGETS), default_targets=norm_static.TARGETS
     )
-    parser.add_argument("--seconds", type=float, default=0.4, help="For each size and direction (default: 0.4).")
-    parser.add_argument("--output", type=Path, help="Folder for the results (timed: benchmarks/results).")
-    parser.add_argument("--json", action="store_true", help="Prints JSON instead of tables.")
-    parser.add_argument("--static", action="store_true", help="Reads the compiled kernels' code; needs no GPU.")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=norm_static.TARGETS, help="Of --static.")
-    parser.add_argument("--dry-run", action="store_true", help="Runs everything once on the CPU and times nothing.")
-    options = parser.parse_args(arguments)
-    if min(options.widths) < 1:
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, help="Default: all.")
+    parser.add_argument("--widths", nargs="+", type=int, help="Elements a row (default: 256 … 65536).")
+    parser.add_argument("--mib", type=float, default=64.0, help="Least size of a tensor: gives the rows (default: 64).")
+    asked = options.parse(parser, arguments, others=others, slow=("torch.compile",))
+    if asked.quick and asked.directions == DIRECTIONS:
+        asked.directions = QUICK_DIRECTIONS
+    asked.widths = asked.widths or (QUICK_WIDTHS if asked.quick else WIDTHS)
+    asked.operators = asked.operators or (norm_static.OPERATORS if asked.static else OPERATORS)
+    if asked.static and set(asked.operators) - set(norm_static.OPERATORS):
+        parser.error(f"--static takes --operators {' '.join(norm_static.OPERATORS)}")
+    if min(asked.widths) < 1:
         parser.error("--widths must be positive")
-    if options.mib <= 0:
+    if asked.mib <= 0:
         parser.error("--mib must be positive")
-    return options
-
-
-def _load(options: argparse.Namespace, names: tuple[str, ...]) -> tuple[norm_providers.Found, dict[str, str]]:
-    """The providers among ``names`` that are asked for, ours always; prints why one is left out."""
-    wanted = [name for name in names if name == OURS or name in (options.providers or names)]
-    found, left_out = norm_providers.load(wanted)
-    for name, reason in left_out.items():
-        print(f"left out: {name}: {reason}", file=sys.stderr)
-    return found, left_out
-
-
-def _rows(width: int, dtype: torch.dtype, mib: float) -> int:
-    return math.ceil(mib * 2**20 / (width * dtype.itemsize))
+    return asked
 
 
 # --- timed -----------------------------------------------------------------------------------------------------------
@@ -150,42 +138,30 @@ def timed(
     providers: norm_providers.Found,
     left_out: dict[str, str],
     device: torch.device,
-    options: argparse.Namespace,
+    asked: argparse.Namespace,
 ) -> int:
     """Compare, time, and write what was found; the exit code."""
-    timer = GpuTimer(device)
-    dtype = DTYPES[options.dtype]
-    problems = [Problem(o, _rows(w, dtype, options.mib), w, dtype) for o in options.operators for w in options.widths]
-    results: list[Result] = []
-    # An error, rather than a timing of torch under our name.
-    with compare.progress() as progress, fusedops.backend("triton"):
-        task = progress.add_task("", total=len(problems) * len(options.directions))
-        for problem in problems:
-            inputs = Inputs.of(problem, device)
-            distances = _distances(problem, providers, inputs)
-            for direction in options.directions:
-                progress.update(task, description=f"{problem.operator} {problem.width} {direction}")
-                results += _measure(problem, direction, providers, distances, inputs, timer, options.seconds)
-                progress.advance(task)
-            del inputs
-            torch.cuda.empty_cache()
-    facts = device_facts(device)
-    report = {
-        **compare.header(left_out),
-        "device": asdict(facts),
-        "results": [result.row() for result in results],
+    dtype = DTYPES[asked.dtype]
+
+    def measure(problem: Problem, timing: Timing) -> list[Result]:
+        inputs = Inputs.of(problem, device)
+        distances = _distances(problem, providers, inputs)
+        return [
+            result
+            for direction in asked.directions
+            for result in _measure(problem, direction, providers, distances, inputs, timing)
+        ]
+
+    problems = {
+        f"{operator} {width}": Problem.of(operator, width, dtype, asked.mib)
+        for operator in asked.operators
+        for width in asked.widths
     }
-    path = (options.output or ROOT / "benchmarks" / "results") / f"norm-{file_name(facts.name)}"
-    compare.write(path, report)
-    plot(results, f"{facts.name}, {options.dtype}", path.with_suffix(".png"))
-    print(json.dumps(report, indent=1) if options.json else table(results))
-    print(f"written: {path}.csv, .json and .png", file=sys.stderr)
-    return 1 if any(result.error for result in results if result.provider == OURS) else 0
+    return compare.timed("norm", problems, measure, table, CASE, PLOT, left_out, device, asked)
 
 
 def _distances(problem: Problem, providers: norm_providers.Found, inputs: Inputs) -> dict[str, float | Exception]:
     """Each provider's distance from float64, or what it raised."""
-    compare.fresh()
     return {
         name: compare.attempt(partial(norm_providers.distance, problem, functions[problem.operator], inputs))
         for name, functions in providers.items()
@@ -199,8 +175,7 @@ def _measure(
     providers: norm_providers.Found,
     distances: dict[str, float | Exception],
     inputs: Inputs,
-    timer: GpuTimer,
-    seconds: float,
+    timing: Timing,
 ) -> list[Result]:
     moved = problem.least_bytes(direction)
 
@@ -208,11 +183,9 @@ def _measure(
         return norm_providers.run_in(direction, providers[name][problem.operator], inputs)
 
     def make_copy() -> Run:
-        source = torch.empty(moved // 2, dtype=torch.uint8, device=inputs.x.device).random_()  # a copy reads and writes
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
+        return copy_of(moved, timing.device)
 
-    samples, copy, errors = compare.measure(distances, problem.dtype, make_run, make_copy, timer, seconds)
+    samples, copy, errors = compare.measure(distances, problem.dtype, make_run, make_copy, timing.timer, timing.seconds)
     dtype = str(problem.dtype).removeprefix("torch.")
     return [
         Result(
@@ -235,7 +208,10 @@ def _measure(
 def table(results: Sequence[Result]) -> str:
     """A table an operator and direction: a row a width, a column a provider."""
     parts = []
-    for (operator, direction), group in _groups(results).items():
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.operator, result.direction), []).append(result)
+    for (operator, direction), group in groups.items():
         names = list(dict.fromkeys(result.provider for result in group))
         rows = []
         for width in dict.fromkeys(result.width for result in group):
@@ -256,105 +232,39 @@ def _cell(result: Result | None) -> str:
     return f"{human_seconds(result.sample.median)}, {result.percent_of_copy:.0f}%"
 
 
-def _groups(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.operator, result.direction), []).append(result)
-    return groups
-
-
-def plot(results: Sequence[Result], title: str, path: Path) -> None:
-    """A panel an operator and direction, a line a provider: percent of a copy over the width."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    groups = _groups(results)
-    operators, directions = (list(dict.fromkeys(key[i] for key in groups)) for i in (0, 1))
-    names = list(dict.fromkeys(result.provider for result in results))
-    size = (4.2 * len(directions), 3.2 * len(operators))
-    figure, axes = pyplot.subplots(len(operators), len(directions), figsize=size, squeeze=False, sharey=True)
-    for (operator, direction), group in groups.items():
-        panel = axes[operators.index(operator)][directions.index(direction)]
-        for number, name in enumerate(names):
-            line = [(r.width, r.percent_of_copy) for r in group if r.provider == name and r.sample]
-            if line:
-                style = {"color": f"C{number}", "marker": "o", "linewidth": 2.0 if name == OURS else 1.0}
-                panel.plot(*zip(*line, strict=True), label=name, **style)
-        panel.axhline(100, color="grey", linewidth=0.8, linestyle=":")
-        panel.set_xscale("log", base=2)
-        panel.set_ylim(bottom=0)
-        panel.set_title(f"{operator}, {direction}")
-        panel.set_xlabel("width")
-        panel.set_ylabel("percent of a copy")
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize="small")
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 # --- without a GPU ---------------------------------------------------------------------------------------------------
 
 
-def dry_run(providers: norm_providers.Found, options: argparse.Namespace) -> int:
+def dry_run(providers: norm_providers.Found, asked: argparse.Namespace) -> int:
     """Every provider that runs on a CPU, each direction once."""
-    wrong = 0
-    device = torch.device("cpu")
-    with fusedops.backend("torch"):
-        for operator in options.operators:
-            problem = Problem(operator, 8, 48, DTYPES[options.dtype])
-            inputs = Inputs.of(problem, device)
-            for name, found in _distances(problem, providers, inputs).items():
-                reason = compare.verdict(found, problem.dtype)
-                wrong += bool(reason) and name == OURS
-                if not reason:
-                    for direction in options.directions:
-                        norm_providers.run_in(direction, providers[name][operator], inputs)()
-                print(f"{operator}: {name}: {reason or 'agrees with float64'}")
-    print(f"dry run: {len(options.operators)} operators ran on the torch backend, {wrong} wrong; nothing was timed")
-    return 1 if wrong else 0
+
+    def judge(problem: Problem) -> tuple[dict[str, float | Exception], Callable[[str, str], Run]]:
+        inputs = Inputs.of(problem, torch.device("cpu"))
+        return _distances(problem, providers, inputs), lambda direction, name: norm_providers.run_in(
+            direction, providers[name][problem.operator], inputs
+        )
+
+    dtype = DTYPES[asked.dtype]
+    problems = {operator: Problem(operator, 64, 48, dtype) for operator in asked.operators}
+    return compare.dry_run(problems, judge, asked.directions, dtype)
 
 
-def static(options: argparse.Namespace) -> int:
-    try:
-        with norm_static.capture_launches(options.targets[0]):
-            pass
-    except RuntimeError as error:  # no Triton, or one that interprets
-        print(f"norm: {error}", file=sys.stderr)
-        return 1
-    providers, left_out = _load(options, norm_static.PROVIDERS)
-    dtype = DTYPES[options.dtype]
-    results: list[norm_static.StaticResult] = []
-    cases = [
-        (target, Problem(operator, max(norm_static.MINIMUM_ROWS, _rows(width, dtype, options.mib)), width, dtype), name)
-        for target in options.targets
-        for operator in options.operators
-        for width in options.widths
-        for name in providers
-        if operator in providers[name]
-    ]
-    with compare.progress() as progress:
-        task = progress.add_task("", total=len(cases))
-        for target, problem, name in cases:
-            progress.update(task, description=f"{target} {problem.operator} {problem.width} {name}")
-            results += norm_static.inspect(name, providers[name][problem.operator], problem, target, options.directions)
-            progress.advance(task)
-    report = {
-        **compare.header(left_out),
-        "results": [result.as_dict() for result in results],
-    }
-    print(json.dumps(report, indent=1) if options.json else f"{norm_static.table(results)}\n\n{norm_static.NOTE}")
-    if options.output is not None:
-        compare.write(options.output / "norm-static", report)
-        compare.write_rows(options.output / "norm-static.csv", [result.row() for result in results])
-        print(f"written: {options.output / 'norm-static'}.csv and .json", file=sys.stderr)
-    failed = [result for result in results if result.error and result.provider == OURS]
-    for result in failed[:5]:
-        print(f"norm: {result.operator} {result.width} {result.target}: {result.error}", file=sys.stderr)
-    return 1 if failed else 0
+def static(providers: norm_providers.Found, left_out: dict[str, str], asked: argparse.Namespace) -> int:
+    dtype = DTYPES[asked.dtype]
+    cases = {}
+    for target in asked.targets:
+        for operator in asked.operators:
+            for width in asked.widths:
+                sized = Problem.of(operator, width, dtype, asked.mib)
+                problem = Problem(operator, max(norm_static.MINIMUM_ROWS, sized.rows), width, dtype)
+                for name in providers:
+                    if operator in providers[name]:
+                        cases[f"{target} {operator} {width} {name}"] = partial(
+                            norm_static.inspect, name, providers[name][operator], problem, target
+                        )
+    return compare.static(
+        "norm", cases, lambda results: f"{norm_static.table(results)}\n\n{norm_static.NOTE}", left_out, asked
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``norm.py`` compares: layer norm and RMS norm, with and without a residual, as other libraries offer them.
+"""What ``norm.py`` compares: layer and RMS norm, with and without a residual, and group norm, as others offer them.
 
 A library is imported when it is asked for, and left out with the reason where it is not installed.
 """
@@ -6,7 +6,8 @@ A library is imported when it is asked for, and left out with the reason where i
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,13 @@ import torch.nn.functional as F
 
 import fusedops
 from benchmarks import compare
-from benchmarks.compare import OURS
 from benchmarks.measure import Run, norm_bytes
+from benchmarks.report import OURS
 
-OPERATORS = ("layer_norm", "rms_norm", "add_rms_norm", "add_layer_norm")
+OPERATORS = ("layer_norm", "rms_norm", "add_rms_norm", "add_layer_norm", "group_norm")
 DIRECTIONS = ("forward", "backward", "both")
 EPS = 1e-5
+GROUPS = 32  # of group_norm, as the U-Nets of diffusion models have
 
 # (x, residual or None, weight, bias or None) -> (y,) or (y, residual + x)
 Function = Callable[
@@ -33,12 +35,34 @@ Found = dict[str, dict[str, Function]]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One operator at one size."""
+    """One operator at one size.
+
+    Attributes:
+        rows, width: of the input; of ``group_norm`` the groups of all images, and the elements a group.
+    """
 
     operator: str
     rows: int
     width: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, operator: str, width: int, dtype: torch.dtype, mib: float) -> Problem:
+        """With as many rows as an input of so many MiB has; of ``group_norm`` with whole images."""
+        rows = math.ceil(mib * 2**20 / (width * dtype.itemsize))
+        return cls(operator, -(-rows // GROUPS) * GROUPS if operator == "group_norm" else rows, width, dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the input: (rows, width), or (images, channels, positions)."""
+        if self.operator != "group_norm":
+            return self.rows, self.width
+        return self.rows // GROUPS, self.channels, self.rows * self.width // (self.rows // GROUPS * self.channels)
+
+    @property
+    def channels(self) -> int:
+        """Elements of a weight; of ``group_norm`` up to 8 a group."""
+        return GROUPS * math.gcd(8, self.width) if self.operator == "group_norm" else self.width
 
     @property
     def adds(self) -> bool:
@@ -46,15 +70,15 @@ class Problem:
 
     @property
     def has_bias(self) -> bool:
-        return self.operator.endswith("layer_norm")
+        return not self.operator.endswith("rms_norm")
 
     def least_bytes(self, direction: str) -> int:
         """The bytes that must move, by :func:`benchmarks.measure.norm_bytes`."""
         if direction == "both":
             return self.least_bytes("forward") + self.least_bytes("backward")
-        parameters = 2 if self.has_bias else 1
+        parameters = self.channels * (2 if self.has_bias else 1)
         return norm_bytes(
-            self.rows, self.width, self.dtype.itemsize, parameters, direction == "backward", residual=self.adds
+            self.rows * self.width, self.dtype.itemsize, parameters, direction == "backward", residual=self.adds
         )
 
 
@@ -76,12 +100,12 @@ class Inputs:
             draw = torch.randn if random else torch.empty
             return draw(shape, dtype=problem.dtype, device=device)
 
-        full = (problem.rows, problem.width)
+        full, channels = problem.shape, problem.channels
         return cls(
             x=make(*full),
             residual=make(*full) if problem.adds else None,
-            weight=make(problem.width),
-            bias=make(problem.width) if problem.has_bias else None,
+            weight=make(channels),
+            bias=make(channels) if problem.has_bias else None,
             gradients=tuple(make(*full) for _ in range(2 if problem.adds else 1)),
         )
 
@@ -112,17 +136,13 @@ def run_in(direction: str, function: Function, inputs: Inputs) -> Run:
     return lambda: torch.autograd.grad(outputs, wanted, inputs.gradients, retain_graph=True)
 
 
-def load(names: Iterable[str]) -> tuple[Found, dict[str, str]]:
-    """:func:`benchmarks.compare.load` of PROVIDERS."""
-    return compare.load(PROVIDERS, names)
-
-
 def _fusedops() -> dict[str, Function]:
     return {
         "layer_norm": lambda x, r, w, b: (fusedops.layer_norm(x, w.shape, w, b, EPS),),
         "rms_norm": lambda x, r, w, b: (fusedops.rms_norm(x, w.shape, w, EPS),),
         "add_rms_norm": lambda x, r, w, b: fusedops.add_rms_norm(x, r, w.shape, w, EPS),
         "add_layer_norm": lambda x, r, w, b: fusedops.add_layer_norm(x, r, w.shape, w, b, EPS),
+        "group_norm": lambda x, r, w, b: (fusedops.group_norm(x, GROUPS, w, b, EPS),),
     }
 
 
@@ -146,11 +166,17 @@ def _torch() -> dict[str, Function]:
     ) -> tuple[torch.Tensor, ...]:
         return (F.rms_norm(x, weight.shape, weight, EPS),)
 
+    def group_norm(
+        x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        return (F.group_norm(x, GROUPS, weight, bias, EPS),)
+
     return {
         "layer_norm": layer_norm,
         "rms_norm": rms_norm,
         "add_rms_norm": after_adding(rms_norm),
         "add_layer_norm": after_adding(layer_norm),
+        "group_norm": group_norm,
     }
 
 
@@ -160,6 +186,7 @@ def _torch_compile() -> dict[str, Function]:
 
 def _liger() -> dict[str, Function]:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.group_norm import LigerGroupNormFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -169,6 +196,7 @@ def _liger() -> dict[str, Function]:
         "layer_norm": lambda x, r, w, b: (LigerLayerNormFunction.apply(x, w, b, EPS),),
         "rms_norm": lambda x, r, w, b: (LigerRMSNormFunction.apply(x, w, *options),),
         "add_rms_norm": lambda x, r, w, b: LigerFusedAddRMSNormFunction.apply(x, r, w, *options),
+        "group_norm": lambda x, r, w, b: (LigerGroupNormFunction.apply(x, w, b, x.shape[1], GROUPS, EPS),),
     }
 
 
@@ -218,6 +246,5 @@ def distance(problem: Problem, function: Function, inputs: Inputs) -> float:
     """Largest relative distance of a provider's outputs and gradients from float64's. NaN counts as infinite."""
     by_row = (True, True, False, False)
     exact = _torch()[problem.operator]
-    return compare.distance(
-        function, exact, inputs.tensors, by_row, inputs.gradients, max(1, _CHUNK // problem.width)
-    )  # fmt: skip
+    at_once = max(1, _CHUNK // (inputs.x[0].numel() or 1))
+    return compare.distance(function, exact, inputs.tensors, by_row, inputs.gradients, at_once)

@@ -8,7 +8,6 @@ A provider's forward and backward are called on CPU tensors while launches are w
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,13 +17,14 @@ import torch
 import fusedops
 from benchmarks.measure import markdown_table
 from benchmarks.norm_providers import Function, Inputs, Problem, run_in
-from fusedops.inspection.accesses import Access, Kind
+from fusedops.inspection.elements import element_bytes
 from fusedops.inspection.offline import Compiled, Launch, capture_launches, compile_launch, target_facts
 from fusedops.inspection.traffic import memory_traffic
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 PROVIDERS = ("fusedops", "liger")
 DIRECTIONS = ("forward", "backward")
+OPERATORS = ("layer_norm", "rms_norm", "add_rms_norm", "add_layer_norm")
 
 # Enough rows that a tensor of fewer, such as one partial sum a multiprocessor, is not taken for one of the operator's.
 MINIMUM_ROWS = 4096
@@ -170,43 +170,14 @@ def _report(launch: Launch, compiled: Compiled, problem: Problem) -> KernelRepor
         for name, value in arguments.items()
         if isinstance(value, torch.Tensor) and value.numel() == problem.rows * problem.width
     }
-    # A block a dimension, by the custom of every Triton kernel: BLOCK_M, BLOCK_N, BLOCK_SIZE, …
-    tile = math.prod(v for k, v in compiled.constants.items() if k.startswith("BLOCK") and isinstance(v, int))
-    all_arguments = bool(itemsizes) and not traffic.arguments
-    chosen: list[tuple[Access, int]] = []
-    for access in traffic.accesses:
-        moved = traffic.threads * access.bits // 8
-        sizes = [itemsizes[name] for name in (access.argument or "").split("|") if name in itemsizes]
-        if sizes:
-            # An instruction that has more room than the tile has elements does some of them in several threads.
-            chosen.append((access, min(moved, tile * max(sizes))))
-        elif all_arguments:
-            chosen.append((access, moved))
-    bits = [access.bits for access, _ in chosen]
+    found = element_bytes(compiled, traffic, itemsizes)
     return KernelReport(
         name=compiled.name,
         num_warps=compiled.num_warps,
         registers=compiled.registers,
         spill_bytes=compiled.spill_bytes,
         shared=compiled.shared,
-        tile=tile,
-        loaded=_a_turn(chosen, "load") / tile,
-        stored=_a_turn(chosen, "store") / tile,
-        bits=(min(bits), max(bits)) if bits else None,
-        all_arguments=all_arguments,
-    )
-
-
-def _a_turn(chosen: list[tuple[Access, int]], kind: Kind) -> int:
-    """Bytes that a program moves for each of its tiles: every access stands for a whole one.
-
-    Copies of an argument before a loop that also copies it are the loop's first turns, issued early: its turns tell.
-    """
-    looped = {access.argument for access, _ in chosen if access.looped and access.kind == kind} - {None}
-    return sum(
-        each * access.count
-        for access, each in chosen
-        if access.kind == kind and (access.looped or access.argument not in looped)
+        **asdict(found),
     )
 
 

@@ -92,6 +92,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gone]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    from tests.harness.static_gate import summarise
+
+    summarise(terminalreporter)
+
+
 _INTERPRETER = pytest.param("interpreter", marks=pytest.mark.interpreter)
 _GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 

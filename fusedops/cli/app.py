@@ -11,6 +11,7 @@ from fusedops.cli.autotune import autotune
 from fusedops.cli.cache import cache
 from fusedops.cli.demo import demo
 from fusedops.cli.doctor import doctor
+from fusedops.cli.inspect import inspect
 from fusedops.cli.plan import plan
 from fusedops.cli.record import record
 
@@ -42,5 +43,6 @@ app.command()(doctor)
 app.command()(demo)
 app.command()(autotune)
 app.command()(plan)
+app.command()(inspect)
 app.command(context_settings={"ignore_unknown_options": True})(record)
 app.add_typer(cache, name="cache")

@@ -65,6 +65,26 @@ def problem_of_words(operator: Operator, words: Iterable[str]) -> Any:
     return operator.problem_from_json(operator.problem_json(problem))
 
 
+def values_of_words(words: Iterable[str]) -> dict[str, Any]:
+    """The values of ``name=value`` words; ``name`` alone is a flag. Commas, as in ``window=128,0``, make a tuple.
+
+    Raises:
+        ValueError: a word has no name.
+
+    Example:
+        >>> values_of_words(["rows=8 kind=rms", "causal", "window=128,none"])
+        {'rows': 8, 'kind': 'rms', 'causal': True, 'window': (128, None)}
+    """
+    values: dict[str, Any] = {}
+    for word in (part for text in words for part in text.split()):
+        name, equals, value = word.partition("=")
+        if not name.isidentifier() or (equals and not value):
+            raise ValueError(f"sizes are name=value, or name for a flag; got {word!r}")
+        parts = value.split(",")
+        values[name] = tuple(map(_value, parts)) if len(parts) > 1 else _value(value if equals else "yes")
+    return values
+
+
 def _value(text: str) -> Any:
     if text.removeprefix("-").isdecimal():
         return int(text)

@@ -81,6 +81,12 @@ def _bits(name: str) -> int:
     return int(number[1]) if number else 32
 
 
+def access_bits(opcode: str) -> int:
+    """Bits a lane that a vector instruction moves from or to global memory; 0: it does not access it."""
+    access = _ACCESS.match(opcode)
+    return _bits(access[2]) if access else 0
+
+
 # --- LLVM IR: one instruction a line, each value assigned once -------------------------------------------------------
 
 _VALUE = re.compile(r"%[\w.$-]+")

@@ -50,6 +50,7 @@ class Compiled:
         shared: bytes of shared memory (LDS) a program.
         num_warps: warps (wavefronts) a block of threads, those that the compiler added included.
         num_ctas: blocks of threads a program: 1, or the size of its cluster.
+        num_stages: loads in flight of Triton's pipelined loops; None: it does not say.
         seconds: that compiling took; about 0 where Triton's own cache had it.
         parameters: names of the kernel's arguments that the compiled code takes, in its order. Left out: compile-time
             constants, None, and integers that were 1 (Triton makes constants of them).
@@ -64,6 +65,7 @@ class Compiled:
     shared: int
     num_warps: int
     num_ctas: int
+    num_stages: int | None
     parameters: tuple[str, ...]
     constants: Mapping[str, Any]
     seconds: float = field(compare=False)
@@ -171,6 +173,7 @@ def compile_launch(launch: Launch, target: str | DeviceFacts) -> Compiled:
         shared=int(metadata.shared),
         num_warps=int(metadata.num_warps),
         num_ctas=int(getattr(metadata, "num_ctas", 1)),
+        num_stages=getattr(metadata, "num_stages", None),
         parameters=tuple(_parameters(kernel.src.signature)),
         constants=_constants(kernel.src),
         seconds=seconds,

@@ -5,13 +5,17 @@ NVIDIA: ``cuobjdump`` and ``ptxas``, which come with Triton. AMD: the metadata i
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fusedops.inspection.remembered import remembered
 
 
 class ToolError(RuntimeError):
@@ -43,10 +47,7 @@ def nvidia_resources(cubin: bytes, ptx: str, capability: int) -> Resources:
     Raises:
         ToolError: cuobjdump or ptxas is missing or fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        usage = _run(_tool("cuobjdump"), "--dump-resource-usage", str(path))
+    usage = disassembly("cuobjdump", "--dump-resource-usage", cubin=cubin)
     registers = _number(r"REG:(\d+)", usage)
     # A stack frame holds spilt registers, but also local arrays and call frames: ptxas tells them apart.
     spills = _ptxas_spills(ptx, capability) if _number(r"STACK:(\d+)", usage) else 0
@@ -81,11 +82,43 @@ def ptxas_report(ptx: str, capability: int) -> str:
     arch = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     if arch is None:
         raise ToolError("the PTX names no target")
+    assembler = _assembler(capability)
+    # Another assembler than Triton's own may say something else.
+    other = "" if _is_tritons(assembler) else f"{assembler} "
+    options = _tritons_options()
+    key = f"{_version()} {other}{capability} {options} {ptx}"
+    return remembered("ptxas", key.encode(), lambda: _assembled(assembler, options, arch[1], ptx))
+
+
+@functools.cache
+def _tritons_options() -> tuple[str, ...]:
+    """What Triton tells the assembler of the allocation of registers: without it other code comes out, which spills
+    other registers. No interface gives it: it stands in the source of what assembles."""
+    import triton.backends.nvidia.compiler as compiler
+
+    source = Path(compiler.__file__).read_text()
+    return tuple(dict.fromkeys(re.findall(r"--regAllocOptLevel=\d", source)))
+
+
+def _assembled(assembler: str, options: Sequence[str], arch: str, ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
         output = str(Path(folder, "kernel.cubin"))
-        return _run(_assembler(capability), "-v", f"--gpu-name={arch.group(1)}", str(path), "-o", output)
+        return _run(assembler, "-v", *options, f"--gpu-name={arch}", str(path), "-o", output)
+
+
+def _version() -> str:
+    """Triton's, which brings the tools."""
+    from fusedops.autotune.versions import triton_version
+
+    return str(triton_version())
+
+
+def _is_tritons(tool: str) -> bool:
+    import triton.backends
+
+    return any(Path(tool).is_relative_to(folder) for folder in triton.backends.__path__)
 
 
 def _assembler(capability: int) -> str:
@@ -113,13 +146,21 @@ def _tool(name: str) -> str:
     return found
 
 
-def run_tool(name: str, *arguments: str) -> str:
-    """What one of NVIDIA's binary tools prints.
+def disassembly(name: str, *options: str, cubin: bytes) -> str:
+    """What one of NVIDIA's binary tools prints of machine code.
 
     Raises:
         ToolError: it is missing or fails.
     """
-    return _run(_tool(name), *arguments)
+    key = f"{_version()} {name} {list(options)} "
+    return remembered("tools", key.encode() + cubin, lambda: _read(name, options, cubin))
+
+
+def _read(name: str, options: Sequence[str], cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        return _run(_tool(name), *options, str(path))
 
 
 def _run(*command: str) -> str:

@@ -7,30 +7,38 @@ with the most matrix instructions: what is issued there beside them, the copies 
 from __future__ import annotations
 
 import re
-import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
+from fusedops.inspection.flow import Graph, Loop
 from fusedops.inspection.offline import Compiled, target_facts
-from fusedops.inspection.resources import ptxas_report, run_tool
+from fusedops.inspection.resources import disassembly, ptxas_report
 
-Kind = Literal["matrix", "copy", "barrier", "other"]
+Kind = Literal["matrix", "special", "copy", "barrier", "other"]
 
 # Opcodes by their first part (HMMA of HMMA.16816.F32), as nvdisasm names them ("CUDA binary utilities", chapter
 # "Instruction set reference"). UTC*MMA: the products of the tensor memory. WARPGROUP: the waits around HGMMA.
 _MATRIX = re.compile(r"[BDHIOQ]G?MMA|UTC\w*MMA")
+# MUFU: exponentials and their like, which a unit of their own computes at a fraction of the rate.
+_SPECIAL = re.compile(r"MUFU")
 _COPY = re.compile(r"LD[GSLT]?|ST[GSLT]?|LDSM|STSM|LDGSTS|LDGMC|LDTM\w*|STTM\w*|UTMA(LDG|STG|PF|REDG)|UBLK\w+|UTCCP")
 _BARRIER = re.compile(
     r"BAR|SYNCS|USYNCS|DEPBAR|LDGDEPBAR|ARRIVES|WARPGROUP|WARPGROUPSET|WARPSYNC|MEMBAR|FENCE|ERRBAR|UTCBAR|UTMACMDFLUSH|"
     r"ACQBULK|CGAERRBAR|UCGABAR_\w+"
 )
-# AMD's instruction set guides: matrix and vector memory instructions; waits.
+# AMD's instruction set guides: matrix, transcendental and vector memory instructions; waits.
 _AMD_MATRIX = re.compile(r"v_(mfma|smfmac|wmma|swmmac)_\w+")
+_AMD_SPECIAL = re.compile(r"v_(s_)?(exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_f\d+\w*")
 _AMD_COPY = re.compile(r"(global|buffer|flat|scratch|ds)_\w+")
 _AMD_BARRIER = re.compile(r"s_(barrier|waitcnt|wait)\w*")
+
+_Patterns = tuple[tuple[Kind, re.Pattern[str]], ...]
+_KINDS: _Patterns = (("matrix", _MATRIX), ("special", _SPECIAL), ("copy", _COPY), ("barrier", _BARRIER))
+_AMD_KINDS: _Patterns = (
+    ("matrix", _AMD_MATRIX), ("special", _AMD_SPECIAL), ("copy", _AMD_COPY), ("barrier", _AMD_BARRIER),
+)  # fmt: skip
 
 _SASS_LABEL = re.compile(r"^(\.L\w+):")
 _SASS_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<opcode>[A-Z]\w*)(?P<rest>[^;]*);")
@@ -49,6 +57,10 @@ class Mix:
 
     opcodes: Mapping[tuple[Kind, str], int]
 
+    @classmethod
+    def of(cls, instructions: Iterable[Instruction]) -> Mix:
+        return cls(Counter((instruction.kind, instruction.opcode) for instruction in instructions))
+
     def count(self, kind: Kind) -> int:
         """How many there are of a kind."""
         return sum(number for (k, _), number in self.opcodes.items() if k == kind)
@@ -60,23 +72,34 @@ class Mix:
 
     @property
     def overhead(self) -> float:
-        """Instructions that are not matrix, copy or barrier, a matrix instruction; infinite where there is none."""
+        """Instructions of the kind ``other``, a matrix instruction; infinite where there is none."""
         matrix = self.count("matrix")
         return self.count("other") / matrix if matrix else float("inf")
 
 
 class Instruction(NamedTuple):
-    """One instruction; ``targets``: the labels it may jump to; ``falls_through``: the next one may follow it."""
+    """One instruction.
+
+    Attributes:
+        opcode: as of :class:`Mix`.
+        kind: what it does.
+        targets: the labels it may jump to.
+        falls_through: the next one may follow it.
+        rest: what stands after the opcode's first part: ``.16816.F32 R4, R8, R12, R4``.
+        guard: its predicate, as ``@!P0``; None: it has none.
+    """
 
     opcode: str
     kind: Kind
     targets: tuple[str, ...]
     falls_through: bool
+    rest: str = ""
+    guard: str | None = None
 
 
 def whole_kernel(compiled: Compiled) -> Mix:
     """All instructions of a kernel."""
-    return _mix(_instructions(compiled)[0])
+    return Mix.of(code(compiled)[0])
 
 
 def loops(compiled: Compiled) -> tuple[Mix, ...]:
@@ -87,8 +110,8 @@ def loops(compiled: Compiled) -> tuple[Mix, ...]:
     Raises:
         ToolError: nvdisasm is missing or fails.
     """
-    instructions, labels = _instructions(compiled)
-    return tuple(_mix(instructions[at] for at in sorted(body)) for body in innermost_loops(instructions, labels))
+    instructions, labels = code(compiled)
+    return tuple(Mix.of(instructions[at] for at in sorted(loop.body)) for loop in innermost_loops(instructions, labels))
 
 
 def main_loop(compiled: Compiled) -> Mix | None:
@@ -122,14 +145,11 @@ def serialised(compiled: Compiled) -> bool:
     return "C7511" in ptxas_report(compiled.asm["ptx"], facts.capability)
 
 
-def _instructions(compiled: Compiled) -> tuple[list[Instruction], dict[str, int]]:
-    """A kernel's instructions, and for each label the index of the one that follows it."""
+def code(compiled: Compiled) -> tuple[list[Instruction], dict[str, int]]:
+    """A kernel's instructions, and for each label the index of the one that follows it; errors as of :func:`loops`."""
     if target_facts(compiled.target).vendor == "amd":
         return parse_amd(compiled.asm["amdgcn"])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(compiled.asm["cubin"])
-        return parse_sass(run_tool("nvdisasm", "-c", str(path)))
+    return parse_sass(disassembly("nvdisasm", "-c", cubin=compiled.asm["cubin"]))
 
 
 def parse_sass(text: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -146,15 +166,14 @@ def parse_sass(text: str) -> tuple[list[Instruction], dict[str, int]]:
             # BRA.U UP0 and BRA P0 have their predicate among the operands.
             conditional = found["guard"] is not None or re.search(r"(\.U|\s)\s*!?U?P\d", found["rest"]) is not None
             ends = (jumps or opcode in ("EXIT", "RET")) and not conditional
-            instructions.append(Instruction(opcode, _kind(opcode), targets, not ends))
+            instructions.append(
+                Instruction(opcode, _kind(opcode, _KINDS), targets, not ends, found["rest"], found["guard"])
+            )
     return instructions, labels
 
 
-def _kind(opcode: str) -> Kind:
-    for kind, pattern in (("matrix", _MATRIX), ("copy", _COPY), ("barrier", _BARRIER)):
-        if pattern.fullmatch(opcode):
-            return kind  # type: ignore[return-value]
-    return "other"
+def _kind(opcode: str, patterns: _Patterns) -> Kind:
+    return next((kind for kind, pattern in patterns if pattern.fullmatch(opcode)), "other")
 
 
 def parse_amd(assembly: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -169,19 +188,8 @@ def parse_amd(assembly: str) -> tuple[list[Instruction], dict[str, int]]:
             jumps = opcode.startswith(("s_branch", "s_cbranch"))
             targets = tuple(found["rest"].split()[:1]) if jumps else ()
             ends = opcode in ("s_branch", "s_endpgm")
-            instructions.append(Instruction(opcode, _amd_kind(opcode), targets, not ends))
+            instructions.append(Instruction(opcode, _kind(opcode, _AMD_KINDS), targets, not ends, found["rest"]))
     return instructions, labels
-
-
-def _amd_kind(opcode: str) -> Kind:
-    for kind, pattern in (("matrix", _AMD_MATRIX), ("copy", _AMD_COPY), ("barrier", _AMD_BARRIER)):
-        if pattern.fullmatch(opcode):
-            return kind  # type: ignore[return-value]
-    return "other"
-
-
-def _mix(instructions: Iterable[Instruction]) -> Mix:
-    return Mix(Counter((instruction.kind, instruction.opcode) for instruction in instructions))
 
 
 # --- loops -----------------------------------------------------------------------------------------------------------
@@ -190,89 +198,13 @@ def _mix(instructions: Iterable[Instruction]) -> Mix:
 _WAIT = 8
 
 
-def innermost_loops(instructions: Sequence[Instruction], labels: Mapping[str, int]) -> list[set[int]]:
-    """The instructions (their indices) of each natural loop in which no other one lies, waits aside.
-
-    Natural loops as by Aho, Lam, Sethi, Ullman, "Compilers", section 9.6: an edge back to a block that dominates its
-    source makes a loop of what reaches the source without passing that block. Loops of one header are one.
-    """
-    starts = _blocks(instructions, labels)
-    block_of = {}
-    for number, start in enumerate(starts):
-        end = starts[number + 1] if number + 1 < len(starts) else len(instructions)
-        block_of.update(dict.fromkeys(range(start, end), number))
-    following: list[set[int]] = [set() for _ in starts]
-    for number, start in enumerate(starts):
-        last = (starts[number + 1] if number + 1 < len(starts) else len(instructions)) - 1
-        at = instructions[last] if last >= start else None
-        if at is None:
-            continue
-        following[number] = {block_of[labels[name]] for name in at.targets if labels.get(name) in block_of}
-        if at.falls_through and last + 1 in block_of:
-            following[number].add(block_of[last + 1])
-    bodies = _natural_loops(following)
-    members = [
-        {at for at in range(len(instructions)) if block_of[at] in body} for body in (bodies[h] for h in sorted(bodies))
-    ]
-    loops = [body for body in members if not _waits([instructions[at] for at in body])]
-    return [body for body in loops if not any(other < body for other in loops)]
+def innermost_loops(instructions: Sequence[Instruction], labels: Mapping[str, int]) -> list[Loop]:
+    """Each natural loop (:mod:`fusedops.inspection.flow`) in which no other one lies, waits aside."""
+    found = Graph(instructions, labels).loops()
+    working = [loop for loop in found if not _waits([instructions[at] for at in loop.body])]
+    return [loop for loop in working if not any(other.body < loop.body for other in working)]
 
 
 def _waits(body: Sequence[Instruction]) -> bool:
     kinds = {instruction.kind for instruction in body}
     return len(body) <= _WAIT and not kinds & {"matrix", "copy"}
-
-
-def _blocks(instructions: Sequence[Instruction], labels: Mapping[str, int]) -> list[int]:
-    """Index of the first instruction of each basic block."""
-    ends = (at for at, instruction in enumerate(instructions) if instruction.targets or not instruction.falls_through)
-    after = (at + 1 for at in ends)
-    return sorted({0, *after, *labels.values()} & set(range(len(instructions))))
-
-
-def _natural_loops(following: Sequence[set[int]]) -> dict[int, set[int]]:
-    """The blocks of each natural loop, by its header."""
-    dominators = _dominators(following)
-    before: dict[int, set[int]] = defaultdict(set)
-    for number, next_ones in enumerate(following):
-        for other in next_ones:
-            before[other].add(number)
-    bodies: dict[int, set[int]] = {}
-    for number, next_ones in enumerate(following):
-        for header in next_ones & dominators[number]:
-            body = bodies.setdefault(header, {header})
-            waiting = [number]
-            while waiting:
-                block = waiting.pop()
-                if block not in body:
-                    body.add(block)
-                    waiting += before[block]
-    return bodies
-
-
-def _dominators(following: Sequence[set[int]]) -> list[set[int]]:
-    """For each block those that every way to it passes; blocks that no way reaches have none."""
-    order: list[int] = []
-    seen = {0}
-    waiting = [0] if following else []
-    while waiting:
-        block = waiting.pop()
-        order.append(block)
-        fresh = following[block] - seen
-        seen |= fresh
-        waiting += sorted(fresh)
-    before: dict[int, set[int]] = defaultdict(set)
-    for block in order:
-        for other in following[block]:
-            before[other].add(block)
-    dominators: list[set[int]] = [set(order) if block in seen else set() for block in range(len(following))]
-    if order:
-        dominators[0] = {0}
-    changed = True
-    while changed:
-        changed = False
-        for block in order[1:]:
-            common = set.intersection(*(dominators[other] for other in before[block])) | {block}
-            if common != dominators[block]:
-                dominators[block], changed = common, True
-    return dominators

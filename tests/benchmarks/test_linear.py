@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
-from benchmarks import linear, linear_providers, linear_static
-from benchmarks.compare import CLOSE, OURS
+from benchmarks import compare, linear, linear_providers, linear_static
+from benchmarks.compare import CLOSE
 from benchmarks.linear_providers import DIRECTIONS, KERNELS, LAYERS, Inputs, Layer, Problem, Provider
 from benchmarks.linear_static import StaticResult
 from benchmarks.measure import Sample
 from benchmarks.norm_memory import kept_storages
+from benchmarks.report import OURS
 from fusedops.linear import tuning, tuning_gated
 from fusedops.runtime.device import TARGETS
 from tests.harness.compile import ROOT, compiling_environment
@@ -130,7 +131,7 @@ def test_a_kernel_for_few_rows_is_left_out_where_there_are_many() -> None:
 
 @pytest.mark.interpreter
 def test_the_textbook_product_is_right() -> None:
-    from benchmarks import textbook
+    from fusedops.inspection.textbook import product as textbook
 
     a, b, bias = torch.randn(33, 40).half(), torch.randn(24, 40).half().t(), torch.randn(24).half()
     options = {"num_warps": 4, "num_stages": 2}
@@ -193,7 +194,7 @@ def test_from_timing_to_files(
     arguments = ["--layers", "some.fc1", "--rows", "3", "40", "--dtype", "float16", "--seconds", "0", "--output"]
     options = linear._options([*arguments, str(tmp_path)])
     names = [OURS, *(f"{OURS}, {kernel}" for kernel in KERNELS), "torch"]
-    providers = linear_providers.load(names)[0]
+    providers = compare.load(linear_providers.PROVIDERS, names)[0]
     providers["broken"] = Provider(lambda case: lambda x, r, w, b, *_: F.linear(x, w, b) + r)
     providers["failing"] = Provider(lambda case: 1 / 0)  # type: ignore[arg-type,return-value]
     providers["narrow"] = Provider(lambda case: None)  # has no such layer
@@ -215,10 +216,10 @@ def test_from_timing_to_files(
             assert result["count"] >= 7
             assert result["teraflops"] == pytest.approx(result["flops"] / result["seconds_median"] / 1e12)
             ratio = result["product_seconds"] / result["seconds_median"]
-            assert result["ratio_to_product"] == pytest.approx(ratio)
+            assert result["percent_of_product"] / 100 == pytest.approx(ratio)
         else:
             assert result["error"].startswith("WRONG" if result["provider"] == "broken" else "ZeroDivisionError")
-            assert result["seconds_median"] is result["teraflops"] is result["ratio_to_product"] is None
+            assert result["seconds_median"] is result["teraflops"] is result["percent_of_product"] is None
         assert (result["kernels"] is not None) == (result["provider"] == OURS)
     with (tmp_path / "linear-triton-interpreter.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -266,7 +267,7 @@ def test_the_table_tells_rates_and_what_was_not_timed() -> None:
     assert "| 16 | 100 µs, 400 | 200 µs, 200, 0.50 | WRONG: 1.0e-01 from float64 | torch |" in table
     assert "| 128 | 100 µs, 400 | 200 µs, 200, 0.50 | – | forward torch, grad_input tiled |" in table
     assert "| 1024 | – | OutOfMemoryError: made up | – | – |" in table
-    assert made_up("torch", seconds=None).row()["ratio_to_product"] is None
+    assert made_up("torch", seconds=None).row()["percent_of_product"] is None
     assert math.isnan(made_up("torch", seconds=None).rate)
 
 

@@ -15,19 +15,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import norm, norm_providers, norm_static
-from benchmarks.compare import CLOSE, OURS
+from benchmarks import compare, norm, norm_providers, norm_static
+from benchmarks.compare import CLOSE
 from benchmarks.measure import Sample
 from benchmarks.norm_providers import DIRECTIONS, OPERATORS, Inputs, Problem
 from benchmarks.norm_static import KernelReport, StaticResult
-from fusedops.inspection.accesses import Access
+from benchmarks.report import OURS
 from tests.harness.compile import ROOT, compiling_environment
 
 CPU = torch.device("cpu")
 
 
 def problem(operator: str = "layer_norm", dtype: torch.dtype = torch.bfloat16) -> Problem:
-    return Problem(operator, 6, 40, dtype)
+    return Problem(operator, 64 if operator == "group_norm" else 6, 40, dtype)
 
 
 # --- providers -------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def test_providers_that_are_not_installed_are_left_out_with_the_reason(monkeypat
 
     monkeypatch.setitem(norm_providers.PROVIDERS, "apex", absent)
     monkeypatch.setitem(norm_providers.PROVIDERS, "quack", outdated)
-    found, left_out = norm_providers.load(["fusedops", "torch", "apex", "quack"])
+    found, left_out = compare.load(norm_providers.PROVIDERS, ["fusedops", "torch", "apex", "quack"])
     assert list(found) == ["fusedops", "torch"]
     assert left_out["apex"] == "no_such_library is not installed"
     assert left_out["quack"].startswith("AttributeError")
@@ -54,7 +54,7 @@ def test_providers_that_are_not_installed_are_left_out_with_the_reason(monkeypat
 @pytest.mark.parametrize("dtype", CLOSE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_right_results_are_close_and_slightly_wrong_ones_are_not(operator: str, dtype: torch.dtype) -> None:
     inputs = Inputs.of(problem(operator, dtype), CPU)
-    right = norm_providers.load(["torch"])[0]["torch"][operator]
+    right = compare.load(norm_providers.PROVIDERS, ["torch"])[0]["torch"][operator]
     assert norm_providers.distance(problem(operator, dtype), right, inputs) <= CLOSE[dtype]
 
     def wrong(x, residual, weight, bias):  # type: ignore[no-untyped-def]
@@ -79,7 +79,7 @@ def test_a_wrong_gradient_and_nan_are_seen() -> None:
 
 def test_the_reference_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs.of(problem("add_layer_norm"), CPU)
-    function = norm_providers.load(["torch"])[0]["torch"]["add_layer_norm"]
+    function = compare.load(norm_providers.PROVIDERS, ["torch"])[0]["torch"]["add_layer_norm"]
     whole = norm_providers.distance(problem("add_layer_norm"), function, inputs)
     monkeypatch.setattr(norm_providers, "_CHUNK", 80)  # two rows
     assert norm_providers.distance(problem("add_layer_norm"), function, inputs) == pytest.approx(whole, rel=1e-9)
@@ -88,7 +88,7 @@ def test_the_reference_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_each_direction_gives_what_it_is_named_for(operator: str) -> None:
     inputs = Inputs.of(problem(operator), CPU)
-    function = norm_providers.load(["torch"])[0]["torch"][operator]
+    function = compare.load(norm_providers.PROVIDERS, ["torch"])[0]["torch"][operator]
     forward, backward, both = (norm_providers.run_in(direction, function, inputs)() for direction in DIRECTIONS)
     shapes = [tensor.shape for tensor in inputs.tensors if tensor is not None]
     assert [output.shape for output in forward] == [inputs.x.shape] * len(inputs.gradients)
@@ -144,7 +144,7 @@ def test_from_timing_to_files(
 ) -> None:
     arguments = ["--operators", "rms_norm", "--widths", "32", "48", "--mib", "0.0004", "--seconds", "0"]
     options = norm._options([*arguments, "--output", str(tmp_path)])
-    providers = norm_providers.load([OURS, "torch"])[0]
+    providers = compare.load(norm_providers.PROVIDERS, [OURS, "torch"])[0]
     providers["broken"] = {"rms_norm": lambda x, r, w, b: (x * w,)}
     providers["failing"] = {"rms_norm": lambda x, r, w, b: (1 / 0,)}
     providers["narrow"] = {"layer_norm": lambda x, r, w, b: (x,)}  # has no such operator
@@ -183,7 +183,7 @@ def test_a_failure_of_ours_is_the_exit_code(pretended_gpu: torch.device, tmp_pat
 def test_a_size_that_does_not_fit_costs_only_its_own_results(
     pretended_gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    genuine = norm.GpuTimer.measure
+    genuine = compare.GpuTimer.measure
 
     def measure(self, runs, seconds):  # type: ignore[no-untyped-def]
         if not failures:
@@ -192,10 +192,10 @@ def test_a_size_that_does_not_fit_costs_only_its_own_results(
         return genuine(self, runs, seconds, least=1)
 
     failures: list[Exception] = []
-    monkeypatch.setattr(norm.GpuTimer, "measure", measure)
+    monkeypatch.setattr(compare.GpuTimer, "measure", measure)
     arguments = ["--operators", "rms_norm", "--widths", "32", "48", "--directions", "both", "--mib", "0.0004"]
     options = norm._options([*arguments, "--seconds", "0", "--output", str(tmp_path)])
-    assert norm.timed(norm_providers.load(["torch"])[0], {}, pretended_gpu, options) == 0
+    assert norm.timed(compare.load(norm_providers.PROVIDERS, ["torch"])[0], {}, pretended_gpu, options) == 0
     first, second = json.loads((tmp_path / "norm-triton-interpreter.json").read_text())["results"]
     assert "made up" in first["error"]
     assert second["seconds_median"] > 0
@@ -258,17 +258,6 @@ def test_static_reads_the_kernels_of_both_directions(tmp_path: Path) -> None:
 def test_static_needs_a_compiler(capsys: pytest.CaptureFixture[str]) -> None:
     assert norm.main(["--static"]) == 1
     assert "TRITON_INTERPRET" in capsys.readouterr().err
-
-
-def test_bytes_of_a_turn_are_those_of_the_loop() -> None:
-    def each(kind: Any, count: int, looped: bool, argument: str | None = "X") -> tuple[Access, int]:
-        return Access(argument, kind, 128, count, looped), 16
-
-    early = each("load", 4, looped=False)  # of a loop's first turns, issued before it
-    assert norm_static._a_turn([early, each("load", 2, looped=True), each("store", 1, looped=False)], "load") == 32
-    assert norm_static._a_turn([each("load", 2, looped=False), each("store", 1, looped=True)], "load") == 32
-    assert norm_static._a_turn([each("load", 2, True), each("load", 3, False, "R")], "load") == 80
-    assert norm_static._a_turn([each("load", 2, True, None), each("load", 3, False, None)], "load") == 80
 
 
 def kernel(**changes: Any) -> KernelReport:

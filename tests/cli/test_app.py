@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import fusedops
 from fusedops.cli.app import app
 
-COMMANDS = ("doctor", "demo", "autotune", "plan", "record")
+COMMANDS = ("doctor", "inspect", "demo", "autotune", "plan", "record")
 GROUPS = ("cache",)
 
 

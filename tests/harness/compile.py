@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fusedops.inspection.remembered import remembered, use_folder
 from fusedops.runtime.device import TARGETS
 
 if TYPE_CHECKING:
@@ -89,46 +90,6 @@ def compiling_environment() -> dict[str, str]:
     return {**environment, **here}
 
 
-def remember_tools() -> None:
-    """Let what NVIDIA's binary tools say of a kernel stay between runs too, by the hash of what they are given.
-
-    ptxas takes seconds, and the others together as long as all else that is asked of kernels that need no compiling.
-    """
-    import triton
-
-    from fusedops.inspection import resources, sass
-
-    ask, run = resources.ptxas_report, resources._run
-
-    @functools.wraps(ask)
-    def report(ptx: str, capability: int) -> str:
-        key = f"{triton.__version__} {capability} {ptx}"
-        return _remembered("ptxas", key.encode(), lambda: ask(ptx, capability))
-
-    @functools.wraps(run)
-    def disassemble(*command: str) -> str:
-        name, *options, file = command
-        if Path(name).name not in ("cuobjdump", "nvdisasm"):
-            return run(*command)
-        key = f"{triton.__version__} {Path(name).name} {options} "
-        return _remembered("tools", key.encode() + Path(file).read_bytes(), lambda: run(*command))
-
-    resources.ptxas_report = sass.ptxas_report = report
-    resources._run = disassemble
-
-
-def _remembered(folder: str, given: bytes, ask: Callable[[], str]) -> str:
-    path = cache_folder() / folder / hashlib.sha256(given).hexdigest()
-    if path.exists():
-        return path.read_text()
-    said = ask()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(said)
-    unfinished.replace(path)
-    return said
-
-
 @dataclass(frozen=True)
 class KernelTraffic:
     """What one launch of a case loads and stores; ``constants`` are the kernel's compile-time arguments."""
@@ -172,6 +133,13 @@ class CompileWorker:
                 for kernel in self._ask({"case": case, "target": target, "want": "traffic"})
             ]
         return self._traffic[case, target]
+
+    def figures(self, case: str, target: str) -> list[dict[str, Any]]:
+        """What each launch of a case consists of: the fields of ``fusedops.inspection.figures.Figures``, and its tile.
+
+        The tile is the kernel's compile-time arguments whose names begin with ``BLOCK``. Errors as of :meth:`compile`.
+        """
+        return self._ask({"case": case, "target": target, "want": "figures"})
 
     def kernels(self, case: str, target: str) -> list[str]:
         """Names of the kernels that a case launches; nothing is compiled."""
@@ -229,7 +197,7 @@ def _serve() -> None:
     # The compiler's libraries print to the process's standard output; the answers get a pipe of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    remember_tools()
+    use_folder(cache_folder())
     cases = all_cases()
     for line in sys.stdin:
         request = json.loads(line)
@@ -253,7 +221,7 @@ def _compile(cases: dict[str, Case], case: str, target: str, want: str) -> list[
         call()
     if want == "names":
         return [launch.name for launch in launches]
-    plain = _plain_traffic if want == "traffic" else _plain
+    plain = {"resources": _plain, "traffic": _plain_traffic, "figures": plain_figures}[want]
     return [plain(compile_launch(launch, target)) for launch in launches]
 
 
@@ -266,6 +234,32 @@ def _plain_traffic(compiled: Any) -> dict[str, Any]:
     from fusedops.inspection.traffic import memory_traffic
 
     return {"name": compiled.name, "constants": dict(compiled.constants), **asdict(memory_traffic(compiled))}
+
+
+def plain_figures(compiled: Any) -> dict[str, Any]:
+    from fusedops.inspection.figures import figures
+
+    # Reading a large kernel's code takes as long as all else that is asked of one that is compiled: what was read of
+    # the same code, by the same modules, is remembered.
+    given = hashlib.sha256(_inspection() + repr(replace(compiled, seconds=0.0)).encode())
+    for name in ("ptx", "cubin", "llir", "amdgcn"):
+        stage = compiled.asm.get(name, b"")
+        given.update(stage if isinstance(stage, bytes) else stage.encode())
+    found = json.loads(remembered("figures", given.digest(), lambda: json.dumps(asdict(figures(compiled)))))
+    tile = {name: size for name, size in compiled.constants.items() if name.startswith("BLOCK")}
+    return {**found, "tile": tile}
+
+
+@functools.cache
+def _inspection() -> bytes:
+    """A hash of all that reads figures from code, and of what it knows of the devices."""
+    import triton
+
+    given = hashlib.sha256(triton.__version__.encode())
+    others = ("autotune/roofline.py", "runtime/device.py", "runtime/launch.py")
+    for path in (*sorted(ROOT.glob("fusedops/inspection/*.py")), *(ROOT / "fusedops" / other for other in others)):
+        given.update(path.read_bytes())
+    return given.digest()
 
 
 if __name__ == "__main__":

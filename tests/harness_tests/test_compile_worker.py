@@ -35,27 +35,3 @@ def test_a_worker_tells_what_is_loaded_and_stored(compiler):
 
 def test_cases_are_named_by_their_family():
     assert "norm/forward_many_rows_a_program_64_float16" in all_cases()
-
-
-def test_what_the_tools_said_is_not_asked_again(monkeypatch, tmp_path):
-    from fusedops.inspection import resources, sass
-    from tests.harness import compile as harness
-
-    asked = []
-    monkeypatch.setenv("FUSEDOPS_TEST_CACHE", str(tmp_path / "cache"))
-    for module in (resources, sass):
-        monkeypatch.setattr(module, "ptxas_report", lambda ptx, capability: asked.append(ptx) or f"of {ptx}")
-    monkeypatch.setattr(resources, "_run", lambda *command: asked.append(command[1]) or f"{len(asked)}")
-    harness.remember_tools()
-    for _ in range(2):
-        assert resources.ptxas_report("one", 90) == sass.ptxas_report("one", 90) == "of one"
-    assert resources.ptxas_report("other", 90) == "of other"
-    resources.ptxas_report("one", 80)
-    assert asked == ["one", "other", "one"]
-    files = [tmp_path / name for name in ("a", "b", "c")]
-    for file, content in zip(files, "ABA", strict=True):
-        file.write_text(content)
-    said = [resources._run("/bin/nvdisasm", "-c", str(file)) for file in files]
-    assert said == ["4", "5", "4"]
-    assert resources._run("/bin/nvdisasm", "-g", str(files[0])) == "6"
-    assert [resources._run("/bin/ptxas", "-v", str(files[0])) for _ in range(2)] == ["7", "8"]

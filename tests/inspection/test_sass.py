@@ -9,18 +9,15 @@ import pytest
 
 from fusedops.inspection.sass import innermost_loops, parse_amd, parse_sass
 from tests.harness.compile import CompileWorker
+from tests.inspection.code import machine_code
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 def sass(text: str) -> list[list[str]]:
     """Opcodes of the innermost loops of a kernel, an instruction or a label (``x:``) a line."""
-    lines = []
-    for line in text.strip().splitlines():
-        line = line.strip()
-        lines.append(f".L_{line}" if line.endswith(":") else f"        /*0010*/  {line} ;")
-    instructions, labels = parse_sass("\n".join(lines))
-    return [[instructions[at].opcode for at in sorted(body)] for body in innermost_loops(instructions, labels)]
+    instructions, labels = parse_sass(machine_code(text))
+    return [[instructions[at].opcode for at in sorted(loop.body)] for loop in innermost_loops(instructions, labels)]
 
 
 def test_the_innermost_of_two_loops():
@@ -106,6 +103,7 @@ def test_code_without_a_loop_and_no_code():
         ("FFMA", "other"),
         ("IADD3", "other"),
         ("BRA", "other"),
+        ("MUFU.EX2", "special"),
     ],
 )
 def test_kinds(opcode, kind):
@@ -132,7 +130,14 @@ kernel:                                 ; @kernel
         """
     )
     (loop,) = innermost_loops(instructions, labels)
-    assert [instructions[at].kind for at in sorted(loop)] == ["copy", "barrier", "copy", "barrier", "matrix", "other"]
+    assert [instructions[at].kind for at in sorted(loop.body)] == [
+        "copy",
+        "barrier",
+        "copy",
+        "barrier",
+        "matrix",
+        "other",
+    ]
 
 
 @pytest.fixture(scope="module")
