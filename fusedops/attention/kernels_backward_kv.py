@@ -93,16 +93,20 @@ def _add_tile(
         q_head = Q + member * q_strides[1]
         do_head = DO + member * do_strides[1]
     of_queries = (batch, head)
+    at = member * seqlen_q
+    do = load_tile(do_head, of_queries, start, shape[0], do_strides[2], D_V, BLOCK_M, BLOCK_DV, True, DESCRIBED)
     q = load_tile(q_head, of_queries, start, shape[0], q_strides[2], D_K, BLOCK_M, BLOCK_DK, True, DESCRIBED)
+    if NEED_DK:
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        if dropout is None:
+            dp -= tl.load(DELTA + at + i, mask=i < shape[0], other=0.0)[None, :]
     kq = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     s, plain, slope = scores(
         kq, terms, (sequence, head), i[None, :], j[:, None], shape, band, scale, softcap,
         SOFTCAP, LEFT, RIGHT, EDGE, ASK,
     )  # fmt: skip
-    at = member * seqlen_q
     top, weight = softmax_of_row(TOP + at, WEIGHT + at if EXACT else None, i, shape[0])
     p = probabilities(s, top[None, :], weight[None, :], NATURAL, EXACT)
-    do = load_tile(do_head, of_queries, start, shape[0], do_strides[2], D_V, BLOCK_M, BLOCK_DV, True, DESCRIBED)
     used = p
     if dropout is not None:
         keep = tl.trans(kept(dropout, row + at + start, start_k, BLOCK_M, BLOCK_N))
@@ -110,11 +114,9 @@ def _add_tile(
     if NEED_DV:
         dv = tl.dot(used.to(do.dtype), do, dv, input_precision=PRECISION)
     if NEED_DK:
-        delta = tl.load(DELTA + at + i, mask=i < shape[0], other=0.0)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         if dropout is not None:
-            dp = dp * keep
-        ds = p * (dp - delta[None, :])
+            dp = dp * keep - tl.load(DELTA + at + i, mask=i < shape[0], other=0.0)[None, :]
+        ds = p * dp
         ds = through_scores(ds, s, plain, slope, terms, (sequence, head), i[None, :], j[:, None], shape, SOFTCAP)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv

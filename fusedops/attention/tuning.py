@@ -232,7 +232,7 @@ _FULL_PRECISION: Table = {
     ("forward", 4, 64): (C(64, 32, 8, 2), C(64, 32, 8, 2)),
     ("forward", 4, 128): (C(32, 16, 4, 2), C(32, 16, 4, 2)),
     ("forward", 4, 256): (C(32, 16, 8, 1), C(32, 16, 8, 1)),
-    ("backward_kv", 4, 64): (C(32, 32, 8, 2), C(32, 32, 8, 2)),
+    ("backward_kv", 4, 64): (C(32, 64, 8, 2), C(32, 32, 8, 2)),
     ("backward_kv", 4, 128): (C(16, 32, 8, 1), C(16, 32, 8, 1)),
     ("backward_kv", 4, 256): (C(16, 16, 8, 1), C(16, 16, 8, 1)),
     ("backward_q", 4, 64): (C(32, 32, 8, 2), C(32, 32, 8, 2)),
@@ -269,13 +269,13 @@ DEFAULTS: dict[str, Table] = {
     "sm_90": {
         **_FULL_PRECISION,
         ("forward", 2, 64): (C(128, 128, 8, 3), C(64, 64, 4, 2)),
-        ("forward", 2, 128): (C(128, 64, 8, 3), C(128, 64, 8, 3)),
+        ("forward", 2, 128): (C(128, 128, 8, 2), C(128, 64, 8, 3)),
         ("forward", 2, 256): (C(64, 64, 8, 2), C(64, 64, 8, 2)),
         ("backward_kv", 2, 64): (C(64, 128, 8, 3), C(64, 128, 8, 3)),
-        ("backward_kv", 2, 128): (C(64, 64, 8, 2), C(32, 64, 8, 2)),
+        ("backward_kv", 2, 128): (C(32, 128, 8, 3), C(32, 64, 4, 2)),
         ("backward_kv", 2, 256): (C(64, 32, 8, 1), C(64, 32, 8, 1)),
         ("backward_q", 2, 64): (C(128, 64, 8, 3), C(128, 64, 8, 3)),
-        ("backward_q", 2, 128): (C(128, 64, 8, 3), C(128, 64, 8, 3)),
+        ("backward_q", 2, 128): (C(128, 128, 8, 2), C(128, 64, 8, 3)),
         ("backward_q", 2, 256): (C(64, 32, 8, 2), C(32, 32, 4, 1)),
         ("backward_mask", 2, 64): (C(64, 64, 8, 1), C(64, 64, 8, 1)),
         ("backward_mask", 2, 128): (C(64, 32, 8, 1), C(64, 32, 8, 1)),
@@ -283,11 +283,12 @@ DEFAULTS: dict[str, Table] = {
     },
     "sm_100": {
         **_FULL_PRECISION,
-        ("forward", 2, 64): (C(64, 64, 4, 2), C(128, 64, 8, 3)),
-        ("forward", 2, 128): (C(128, 64, 8, 3), C(128, 64, 8, 3)),
+        ("forward", 4, 128): (C(32, 16, 4, 2), C(32, 16, 4, 1)),
+        ("forward", 2, 64): (C(128, 64, 8, 2), C(128, 64, 8, 3)),
+        ("forward", 2, 128): (C(128, 128, 8, 2), C(128, 64, 8, 3)),
         ("forward", 2, 256): (C(64, 64, 8, 2), C(64, 64, 8, 2)),
         ("backward_kv", 2, 64): (C(64, 128, 8, 2), C(64, 128, 8, 2)),
-        ("backward_kv", 2, 128): (C(64, 64, 8, 2), C(64, 64, 8, 2)),
+        ("backward_kv", 2, 128): (C(64, 128, 8, 2), C(64, 128, 8, 2)),
         ("backward_kv", 2, 256): (C(32, 64, 8, 1), C(32, 64, 8, 1)),
         ("backward_q", 2, 64): (C(128, 64, 8, 3), C(128, 64, 8, 3)),
         ("backward_q", 2, 128): (C(128, 64, 8, 2), C(128, 64, 8, 2)),
@@ -333,6 +334,13 @@ DEFAULTS: dict[str, Table] = {
 }
 
 
+# sm_12x has sm_8x's matrix instructions and shared memory, and an assembler that spills sooner.
+DEFAULTS["sm_120"] = {
+    **DEFAULTS["sm_80"],
+    ("backward_kv", 2, 64): (C(16, 128, 8, 2), C(16, 64, 4, 2)),
+}
+
+
 # Heads beyond this are wide: in float32 their smallest tiles fill Turing's shared memory.
 WIDE = 128
 
@@ -356,9 +364,10 @@ def defaults_for(facts: DeviceFacts) -> Table:
     capability = facts.capability
     if capability < 80:
         return DEFAULTS["sm_75"]
-    # sm_12x has sm_8x's matrix instructions and shared memory.
-    if capability < 90 or capability >= 120:
+    if capability < 90:
         return DEFAULTS["sm_80"]
+    if capability >= 120:
+        return DEFAULTS["sm_120"]
     return DEFAULTS["sm_90" if capability < 100 else "sm_100"]
 
 
@@ -518,6 +527,7 @@ def work(config: AttentionConfig, problem: AttentionProblem, facts: DeviceFacts)
         registers=config.registers(problem, facts.warp_size),
         operands=tiles * _operands(config, problem, facts),
         waits=tiles / programs if config.num_stages == 1 else 0.0,
+        steps=0.0 if problem.kernel == "backward_mask" else tiles,
     )
 
 

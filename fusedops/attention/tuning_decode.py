@@ -181,6 +181,8 @@ def default_config(problem: DecodeProblem, facts: DeviceFacts) -> DecodeConfig:
         config = C(16, 16, 8, 1)
     elif problem.queries > 32 and size >= 128:
         config = replace(config, num_warps=8)
+        if 100 <= facts.capability < 120:  # with three it spills
+            config = replace(config, num_stages=2)
     config = replace(config, block_n=min(config.block_n, max(16, next_power_of_2(problem.size))))
     if facts.vendor == "nvidia" and facts.capability < 80:  # loads wait: nothing passes the registers by
         config = replace(config, num_stages=1, block_n=min(config.block_n, 32))

@@ -48,6 +48,8 @@ class CompileReport:
         error: why it does not compile.
         timed_out: it took too long, and may be at it still.
         kernels: all of it, in the order of the launches; empty where another process compiled.
+        issue: cycles of a multiprocessor to issue a step of the main loop; None where that was not asked for, or is not
+            to be told (:func:`with_issue`).
     """
 
     shared: int = 0
@@ -57,6 +59,7 @@ class CompileReport:
     error: str | None = None
     timed_out: bool = False
     kernels: tuple[Compiled, ...] = field(default=(), repr=False, compare=False)
+    issue: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         names = ("shared", "registers", "spill_bytes", "warnings", "error", "timed_out")
@@ -135,6 +138,20 @@ def report_of(kernels: Sequence[Compiled]) -> CompileReport:
         spill_bytes=max((kernel.spill_bytes for kernel in kernels), default=0),
         kernels=tuple(kernels),
     )
+
+
+def with_issue(report: CompileReport) -> CompileReport:
+    """A report that tells what its main loop takes to be issued: that of the kernel with the longest one."""
+    from fusedops.inspection.figures import figures
+
+    def cycles(kernel: Compiled) -> float:
+        found = figures(kernel)
+        if found.bound is None or found.loop is None or not found.loop.matrix or not found.loop.steps:
+            return 0.0
+        of_a_turn = found.bound.cycles.get("issue") or found.bound.cycles.get("vector units") or 0.0
+        return of_a_turn / found.loop.steps
+
+    return replace(report, issue=max(map(cycles, report.kernels), default=0.0) or None)
 
 
 # "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to …"; the code tells the cause.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fusedops.autotune.compiling import CompileReport, compile_configs
+from fusedops.autotune.compiling import CompileReport, compile_configs, with_issue
 from fusedops.autotune.entries import Candidate, Entry, utc_now
 from fusedops.autotune.modes import look_up_only
 from fusedops.autotune.operator import Config, Operator
@@ -145,7 +145,7 @@ class _Ranking:
             return None, Candidate(plain, "pruned", reason=reason), True
         work = self._operator.work(config, self._problem, self._facts)
         # A product of torch's is no kernel of ours: nothing was compiled of it.
-        seconds = estimate(work, self._facts, report if report.kernels else None)
+        seconds = estimate(work, self._facts, with_issue(report) if report.kernels else None)
         doubts = [f"{report.spill_bytes} bytes of registers spilt a thread"] * (report.spill_bytes > 0)
         doubts += report.warnings
         reason = f"estimated at {seconds * 1e6:.3g} µs, {report.registers} registers, {report.shared} bytes shared"

@@ -72,6 +72,7 @@ class Work(NamedTuple):
         operands: bytes that matrix products read from shared memory in all; 0 where the problem does not tell.
         waits: how often a program has nothing to do until loads arrive, after its first ones: the steps of a loop whose
             loads are not asked for a step ahead.
+        steps: of the main loop, of all programs together; 0 where the problem does not tell.
     """
 
     programs: int
@@ -88,6 +89,7 @@ class Work(NamedTuple):
     registers: float = 0.0
     operands: float = 0.0
     waits: float = 0.0
+    steps: float = 0.0
 
 
 _made: list[Operator] = []

@@ -10,7 +10,8 @@ The model, with its assumptions. It is there to put configurations in order; its
 * Matrix products, other arithmetic and special functions run at their full rates beside one another, if enough
   programs share a multiprocessor: its time is at least that of the busiest unit. Few other operations are
   multiply-adds: they run at half of the published rate, which counts those twice. Operands of products come from shared
-  memory at 128 bytes a clock.
+  memory at 128 bytes a clock. Where the kernel has been compiled, what its main loop takes to be issued stands for the
+  arithmetic that was guessed.
 * A program alone waits 600 ns for its first bytes, and 250 ns as often as ``Work.waits`` says; it uses one unit after
   the other. With more than four warps, some use one while others use another. It keeps the units busy only with enough
   warps (4 for matrix and special units, 8 for arithmetic). A multiprocessor's time is also at least that of the waves
@@ -21,7 +22,7 @@ The model, with its assumptions. It is there to put configurations in order; its
 * A register that does not fit is written and read again 16 times a thread, through the cache, while nothing else runs.
 * Each launch adds 2 microseconds.
 
-Not in it: bank conflicts, instruction issue, clocks under load, the cache's true hit rate (a family's ``work`` says
+Not in it: bank conflicts, clocks under load, the cache's true hit rate (a family's ``work`` says
 what it takes for granted).
 """
 
@@ -211,6 +212,8 @@ class CompiledFacts(Protocol):
         shared: bytes of shared memory a program.
         registers: a thread.
         spill_bytes: bytes a thread that do not fit into registers.
+        issue: cycles of a multiprocessor that it takes to issue the instructions of one step of the main loop, for all
+            warps of a program.
     """
 
     @property
@@ -219,6 +222,8 @@ class CompiledFacts(Protocol):
     def registers(self) -> int | None: ...
     @property
     def spill_bytes(self) -> int | None: ...
+    @property
+    def issue(self) -> float | None: ...
 
 
 def _registers(work: Work, facts: DeviceFacts, compiled: CompiledFacts | None) -> tuple[int, float]:
@@ -272,9 +277,12 @@ def estimate(work: Work, facts: DeviceFacts, compiled: CompiledFacts | None = No
 
     # Seconds that a program takes of each unit, and the warps that it takes to keep it busy.
     operands = work.operands / (programs * _SHARED_BYTES_A_CLOCK * product.clock)
+    scalar = work.scalar * count / (programs * product.scalar / 2)
+    if compiled is not None and compiled.issue and work.steps:
+        scalar = work.steps * compiled.issue / (programs * product.clock)
     units = (
         (max(work.product * count / (programs * product.rate(work.unit)), operands), _MATRIX_WARPS),
-        (work.scalar * count / (programs * product.scalar / 2), _SCALAR_WARPS),
+        (scalar, _SCALAR_WARPS),
         (work.special / (programs * product.special * product.clock), _SPECIAL_WARPS),
     )
     together = busiest * max(seconds for seconds, _ in units)

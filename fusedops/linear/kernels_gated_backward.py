@@ -97,7 +97,7 @@ def grad_gate(
     width = N * (gate + up)
     facts = device_facts(dy.device)
     block_n = min(128, max(16, next_power_of_2(N)))
-    block_m = max(16, 2048 // block_n)
+    block_m = max(8, 1024 // block_n)  # eight elements a thread: more spill
     blocks_n = ceil_div(N, block_n)
     # Eight programs a multiprocessor hide the latency of device memory; each has at least one block of rows.
     splits = min(ceil_div(8 * facts.multiprocessor_count, blocks_n), ceil_div(M, block_m))

@@ -111,6 +111,7 @@ def tile_work(
         registers=(right * config.rows * config.cols + derived) / threads,
         operands=depths * _read_by_warps(config, right, itemsizes, unit, facts),
         waits=steps * (_BARRIER if config.num_stages > 1 else 1.0),
+        steps=float(tiles * splits * steps),
     )
 
 

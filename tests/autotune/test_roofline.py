@@ -23,6 +23,7 @@ class Compiled:
     shared: int | None = 0
     registers: int | None = 64
     spill_bytes: int | None = 0
+    issue: float | None = None
 
 
 # A matrix product of 4096³ in tiles of 128 x 128.
@@ -71,6 +72,17 @@ def test_an_unknown_device_is_its_architecture_s_in_proportion():
     assert older.half == PRODUCTS["B200"].half
     assert product_of(DeviceFacts("amd", "gfx1201", "Card", 96, 65536, 32)).half == PRODUCTS["RX 7900 XTX"].half
     assert product_of(INTERPRETER).facts is INTERPRETER
+
+
+def test_a_loop_of_more_instructions_takes_longer():
+    """A step of the tile 128 x 128 x 64: 512 cycles of the tensor cores."""
+    work = PRODUCT._replace(steps=1024 * 4096 / 64, scalar=1e9)
+    times = [estimate(work, H100, Compiled(64 << 10, 168, issue=cycles)) for cycles in (256, 512, 1024, 2048)]
+    assert times == sorted(times)
+    assert times[3] > 1.7 * times[2]
+    assert times[3] > 1.9 * estimate(work._replace(steps=0.0), H100, Compiled(64 << 10, 168, issue=2048))
+    # The count of the compiled code stands for the guess.
+    assert times[1] == estimate(work._replace(scalar=1e15), H100, Compiled(64 << 10, 168, issue=512))
 
 
 def test_what_spills_loses():

@@ -140,7 +140,7 @@ def _candidate(size: int, config: AttentionConfig) -> Callable[[], object]:
 
 
 _PERSISTENT = AttentionConfig(128, 64, 8, 2, descriptors=True, persistent=True)
-_SPECIALIZED = AttentionConfig(128, 64, 4, 2, descriptors=True, persistent=True, specialize=True)
+_SPECIALIZED = AttentionConfig(128, 64, 8, 2, descriptors=True, persistent=True, specialize=True)
 
 CASES = [
     Case("persistent_128", functools.partial(_candidate, 128, _PERSISTENT), frozenset({"sm_90"})),
