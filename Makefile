@@ -3,8 +3,10 @@
 #   make demo     a pretrained encoder and a training run through fusedops, with a picture: demo.png
 #   make test     every test that this machine can run
 #   make lint     ruff and mypy
-#   make bench    the host's overhead; on a GPU machine also correctness and speed of every operator, and the norms,
-#                 linear layers and attention beside other libraries'; elsewhere what the compiled kernels consist of
+#   make bench    the host's overhead; on a GPU machine also every operator and whole models beside other libraries';
+#                 elsewhere what the compiled kernels consist of (benchmarks/README.md)
+#   make static-baseline
+#                 compile every default configuration and write what came of it to benchmarks/static_baseline.json
 #   make clean    remove .venv and everything that was built
 #
 # Another interpreter: make test PYTHON=python3.12
@@ -32,7 +34,7 @@ TRITON := triton==3.9.0; sys_platform == 'linux'
 # the environment forbids to keep that, every process that imports torch would spend seconds on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench static-baseline clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fusedops demo $(DEMO_ARGS)
@@ -47,13 +49,12 @@ lint: $(INSTALLED)
 	$(RUN) -m mypy
 
 bench: $(INSTALLED)
-	$(RUN) benchmarks/cpu_overhead.py
-	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	  $(RUN) benchmarks/device_check.py && $(RUN) benchmarks/norm.py && $(RUN) benchmarks/linear.py --quick \
-	  && $(RUN) benchmarks/attention.py --quick; \
-	elif $(RUN) -c "import triton" 2>/dev/null; then \
-	  $(RUN) benchmarks/norm.py --static --widths 1024 16384 && $(RUN) benchmarks/linear.py --static --targets sm_90 \
-	  && $(RUN) benchmarks/attention.py --static --targets sm_90 --sizes 128; fi
+	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(RUN) -m benchmarks --quick; \
+	elif $(RUN) -c "import triton" 2>/dev/null; then $(RUN) -m benchmarks --static --quick; \
+	else $(RUN) benchmarks/cpu_overhead.py; fi
+
+static-baseline: $(INSTALLED)
+	$(RUN) -m benchmarks.static_gate --update
 
 clean:
 	rm -rf .venv build dist fusedops.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis demo.png
