@@ -374,7 +374,7 @@ def test_errors(two_ranks):
         SequenceParallelNorm(sequence_dim="1")
     with pytest.raises(TypeError, match="module"):
         tensor_parallel_plan("model")
-    with pytest.raises(ValueError, match=r"parts of fusedops\.nn"):
+    with pytest.raises(ValueError, match=r"modules of fusedops\.nn"):
         tensor_parallel_plan(torch.nn.Linear(4, 4))
 
 
