@@ -32,7 +32,7 @@ from fusedops.linear.tuning_quantized import (
     RowScales,
     sums_in_float32,
 )
-from fusedops.runtime.backend import float8_reasons
+from fusedops.runtime.backend import float8_dtypes, float8_reasons
 from fusedops.runtime.device import DeviceFacts, device_facts
 from fusedops.runtime.launch import ITEMSIZES, ceil_div, dtype_named
 
@@ -239,7 +239,7 @@ def fp8_problems_of(
     in_features: int,
     out_features: int,
     facts: DeviceFacts,
-    dtype: str = "float8_e4m3fn",
+    dtype: str | None = None,
     weight_dtype: str | None = None,
     out_dtype: str = "bfloat16",
     row_scales: RowScales = "no",
@@ -249,7 +249,8 @@ def fp8_problems_of(
     """The problem that a call of :func:`fusedops.fp8_linear` asks a configuration for.
 
     Args:
-        dtype, weight_dtype: float8 dtypes of the input and of the weight (None: the same).
+        dtype: a float8 dtype, of the input; None: the device's e4m3.
+        weight_dtype: of the weight; None: as the input.
         row_scales: which of the two has a scale a row.
         others: as of :func:`fusedops.linear.trials.problems_of`.
 
@@ -260,8 +261,10 @@ def fp8_problems_of(
         >>> [(operator.name, problem.rows) for operator, problem in met]
         [('fp8_linear', 128)]
     """
-    if not rows or not out_features:
-        return []
+    known = [str(each).removeprefix("torch.") for each in float8_dtypes(facts)]
+    dtype = dtype or (known[0] if known else "")
+    if not rows or not out_features or not {dtype, weight_dtype or dtype} <= set(known):
+        return []  # there is nothing to compute, or torch's operators compute it
     both: dict[tuple[bool, bool], RowScales] = {
         (False, False): "no",
         (True, False): "input",

@@ -9,6 +9,7 @@ from fusedops.autotune.buckets import bucket
 from fusedops.autotune.operator import Config, Operator, Work
 from fusedops.linear.tuning import MOST_ROWS, tile_unfit
 from fusedops.linear.work import cost_of, tile_work, unit_of
+from fusedops.runtime.backend import float8_dtypes
 from fusedops.runtime.device import TARGETS, DeviceFacts
 from fusedops.runtime.launch import ITEMSIZES, ceil_div
 
@@ -371,7 +372,7 @@ def fp8_space(problem: Fp8Problem) -> tuple[QuantizedConfig, ...]:
 
 def prune_fp8(config: QuantizedConfig, problem: Fp8Problem, facts: DeviceFacts) -> str | None:
     """Why the configuration cannot or should not serve the problem on this device; None: it can."""
-    if not _multiplies_fp8(facts):
+    if not float8_dtypes(facts):
         return "the device multiplies no float8"
     if config.depth < 32:
         return "a side of the tile is shorter than a matrix instruction's"
@@ -379,12 +380,6 @@ def prune_fp8(config: QuantizedConfig, problem: Fp8Problem, facts: DeviceFacts) 
         return "one program a tile only"
     # Four warps multiply 64 rows from Hopper on, however few there are.
     return tile_unfit(config, problem, facts, free=(64, 64))
-
-
-def _multiplies_fp8(facts: DeviceFacts) -> bool:
-    if facts.vendor == "nvidia":
-        return facts.capability >= 89
-    return facts.vendor == "interpreter" or facts.arch in ("gfx942", "gfx950")
 
 
 def fp8_work(config: QuantizedConfig, problem: Fp8Problem, facts: DeviceFacts) -> Work:

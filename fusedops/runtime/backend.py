@@ -238,24 +238,23 @@ def float8_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> lis
     return list(_float8_reasons(device.type, device.index, dtypes))
 
 
-def _float8_reasons(kind: str, index: int | None, dtypes: tuple[torch.dtype, ...]) -> tuple[str, ...]:
-    facts = device_facts(torch.device(kind, index or 0) if kind == "cuda" else torch.device(kind))
-    device = f"{facts.name} ({facts.arch})"
+def float8_dtypes(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
+    """The float8 dtypes that a device's matrix units multiply, e4m3 first; empty: none."""
     # OCP's formats, or those without infinities and negative zero of AMD's CDNA 3.
     plain, fnuz = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-    known: tuple[torch.dtype, ...]
-    if facts.vendor == "interpreter":
-        if SETTINGS.interpret and not interpreter_knows_float8:
-            return ("float8: Triton's interpreter (TRITON_INTERPRET=1) computes it wrongly",)
-        known = plain
-    elif facts.vendor == "nvidia":
-        if facts.capability < 89:
-            return (f"float8 needs sm_89 or newer; this is {device}",)
-        known = plain
-    else:
-        known = {"gfx942": fnuz, "gfx950": plain}.get(facts.arch, ())
-        if not known:
-            return (f"float8 needs gfx942 or gfx950; this is {device}",)
+    if facts.vendor == "amd":
+        return {"gfx942": fnuz, "gfx950": plain}.get(facts.arch, ())
+    return plain if facts.vendor == "interpreter" or facts.capability >= 89 else ()
+
+
+def _float8_reasons(kind: str, index: int | None, dtypes: tuple[torch.dtype, ...]) -> tuple[str, ...]:
+    facts = device_facts(torch.device(kind, index or 0) if kind == "cuda" else torch.device(kind))
+    if facts.vendor == "interpreter" and SETTINGS.interpret and not interpreter_knows_float8:
+        return ("float8: Triton's interpreter (TRITON_INTERPRET=1) computes it wrongly",)
+    device, known = f"{facts.name} ({facts.arch})", float8_dtypes(facts)
+    if not known:
+        needed = "gfx942 or gfx950" if facts.vendor == "amd" else "sm_89 or newer"
+        return (f"float8 needs {needed}; this is {device}",)
     names = " and ".join(map(_name, known))
     return tuple(f"{_name(t)}: {device} multiplies {names}" for t in dict.fromkeys(dtypes) if t not in known)
 

@@ -458,6 +458,21 @@ MEETS = {
 }
 
 
+def test_a_call_in_float8_meets_what_the_device_multiplies():
+    sizes = {"rows": 64, "in_features": 64, "out_features": 64}
+
+    def met(target, **more):
+        found = trials_quantized.fp8_problems_of(**sizes, facts=TARGETS[target], **more)
+        return [(problem.dtype, problem.weight_dtype) for _, problem in found]
+
+    assert met("sm_90") == met("gfx950") == [("float8_e4m3fn", "float8_e4m3fn")]
+    assert met("gfx942") == [("float8_e4m3fnuz", "float8_e4m3fnuz")]
+    assert met("gfx942", weight_dtype="float8_e5m2fnuz") == [("float8_e4m3fnuz", "float8_e5m2fnuz")]
+    # Torch's operators serve the rest.
+    assert met("sm_80") == met("gfx90a") == met("gfx942", dtype="float8_e4m3fn") == []
+    assert met("sm_90", weight_dtype="float8_e4m3fnuz") == []
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("facts", [INTERPRETER, TARGETS["sm_90"]], ids=lambda facts: facts.arch)
 @pytest.mark.parametrize(
