@@ -11,8 +11,10 @@ compile-time argument of the kernel (``BLOCK_N=128``). docs/kernels.md has the f
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +45,26 @@ def row(launch: Launch, target: str, options: dict[str, Any], text: str) -> tupl
     """One line of the table; a launch that does not compile with the options has the reason."""
     names = (launch.name, target, text)
     try:
-        compiled = compile_launch(replace(launch, kwargs={**launch.kwargs, **options}), target)
+        with _silent():
+            compiled = compile_launch(replace(launch, kwargs={**launch.kwargs, **options}), target)
         found = figures(compiled)
     except Exception as error:  # a compiler may raise anything, and the other options are still wanted
         return (*names, f"{error}".splitlines()[0][:80], *("–",) * 9)
     return (*names, *_cells(found))
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without what the compiler itself writes to the standard error: all of its code, where it fails."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _cells(found: Figures) -> tuple[str, ...]:

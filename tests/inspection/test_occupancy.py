@@ -1,4 +1,4 @@
-"""Occupancy: as NVIDIA's occupancy calculator has it, and by AMD's rules."""
+"""Occupancy: by the rules of NVIDIA's occupancy calculator, and by AMD's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusedops.runtime.device import TARGETS
 @pytest.mark.parametrize(
     ("target", "warps", "registers", "shared", "blocks", "share", "limit"),
     [
-        # Values that CUDA's occupancy calculator gives (cudaOccupancyMaxActiveBlocksPerMultiprocessor).
+        # Worked out by hand from the calculator's published granularities; no device was asked.
         ("sm_80", 8, 32, 0, 8, 1.0, "registers"),
         ("sm_80", 8, 33, 0, 6, 0.75, "registers"),  # 40 are handed out
         ("sm_80", 4, 128, 0, 4, 0.25, "registers"),
