@@ -48,5 +48,6 @@ def test_options_change_what_is_compiled():
     plain, fewer, wrong = ({"options": row[2], "registers": row[3], "spilled": row[4]} for row in rows[:3])
     assert (plain["options"], fewer["options"], wrong["options"]) == ("as it is", "num_warps=1", "num_warps=3")
     assert int(plain["registers"]) < int(fewer["registers"])  # the same row in fewer threads
-    assert wrong["registers"].startswith("norm_forward") and wrong["spilled"] == "–"
+    assert wrong["registers"].startswith("norm_forward")
+    assert wrong["spilled"] == "–"
     assert "MLIR" not in done.stderr
