@@ -54,7 +54,7 @@ class BlockMask:
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops.attention.block_mask import BlockMask
         >>> mask = BlockMask.from_document_ids(torch.tensor([0] * 200 + [1] * 184))
@@ -117,7 +117,7 @@ class BlockMask:
             TypeError, ValueError: an argument is wrong, or the torch backend is to evaluate a rule that has no
                 ``definition``; the message names the argument.
 
-        Example:
+        Examples:
             >>> from fusedops.attention.block_mask import BlockMask
             >>> packed = BlockMask.from_document_ids(torch.tensor([0] * 128 + [1] * 128))
             >>> BlockMask.from_mask_mod(packed.mask_mod, None, None, 256, 256, "cpu").kinds[0, 0]
@@ -160,7 +160,7 @@ class BlockMask:
         Raises:
             TypeError, ValueError: an argument is wrong; the message names it.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from fusedops.attention.block_mask import BlockMask
             >>> BlockMask.from_document_ids(torch.tensor([7, 7, 9])).materialize()[0, 0].int()
@@ -205,7 +205,7 @@ class BlockMask:
         Raises:
             TypeError, ValueError: ``block_mask`` is none, or its lists have fewer rows than its lengths need.
 
-        Example:
+        Examples:
             >>> from torch.nn.attention.flex_attention import create_block_mask
             >>> from fusedops.attention.block_mask import BlockMask
             >>> def causal(batch, head, i, j):
@@ -239,7 +239,7 @@ class BlockMask:
         Raises:
             TypeError: a bound is neither an int nor None.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from fusedops.attention.block_mask import BlockMask
             >>> index, count, _, _ = BlockMask.from_document_ids(torch.zeros(384).int()).lists(None, 0)  # causal

@@ -217,7 +217,7 @@ def attention(
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device; the message names it.
         BackendError: the torch backend serves the call and a rule has no ``definition``.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> q, k, v = torch.randn(1, 8, 5, 64), torch.randn(1, 2, 7, 64), torch.randn(1, 2, 7, 32)
         >>> fusedops.attention(q, k, v, causal="bottom_right").shape
@@ -318,7 +318,7 @@ def attention_varlen(
             read or written.
         BackendError: the torch backend serves the call and a rule has no ``definition``.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> q = k = v = torch.randn(10, 4, 32)
         >>> ends = torch.tensor([0, 3, 3, 10])  # sequences of 3, 0 and 7 tokens
@@ -434,7 +434,7 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> q, k, v = (torch.randn(2, 4, 6, 32) for _ in range(3))
         >>> ours = fusedops.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -153,7 +153,7 @@ def append_kv(
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device; the message names it.
         RuntimeError: an argument requires a gradient, which would be lost.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> k_cache, v_cache = torch.zeros(2, 4, 32, 16), torch.zeros(2, 4, 32, 16)
         >>> lengths = torch.tensor([3, 7])
@@ -313,7 +313,7 @@ def attention_decode(
             cache is read or written.
         RuntimeError: an argument requires a gradient.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> k_cache, v_cache = torch.zeros(2, 4, 32, 16), torch.zeros(2, 4, 32, 16)
         >>> lengths = torch.tensor([3, 7])

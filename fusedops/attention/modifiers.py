@@ -125,7 +125,7 @@ class MaskMod:
         definition: the same in plain torch, ``definition(batch, head, i, j, *args)``, every index a tensor that
             broadcasts with the others: what the torch backend computes. Without it that backend raises an error.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> prefix = fusedops.MaskMod(None, definition=lambda batch, head, i, j: (j < 3) | (j <= i))
         >>> q = k = v = torch.randn(1, 2, 8, 16)
@@ -174,7 +174,7 @@ class ScoreMod:
         definition: the same in plain torch, ``definition(score, batch, head, i, j, *args)``, differentiated by
             autograd: what the torch backend computes. Without it that backend raises an error.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> near = fusedops.ScoreMod(None, definition=lambda score, batch, head, i, j: score - 0.1 * (i - j).abs())
         >>> q = k = v = torch.randn(1, 2, 8, 16)

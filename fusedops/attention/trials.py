@@ -462,7 +462,7 @@ def trial_of(problem: AttentionProblem, device: torch.device, empty: bool = Fals
     Raises:
         NotImplementedError: no inputs, or none on this device, make this problem; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> problem = AttentionProblem.of("backward_kv", 64, 64, 256, 256, heads=8, queries=4)
         >>> trial = trial_of(problem, torch.device("cpu"), empty=True)
@@ -519,7 +519,7 @@ def problems_of(
     Returns:
         (operator, problem), one a kernel; none where the kernels do not serve these heads on the device.
 
-    Example:
+    Examples:
         >>> from fusedops.runtime.device import TARGETS
         >>> found = problems_of(facts=TARGETS["sm_90"], batch=8, heads=32, kv_heads=8, seqlen_q=2048, d=128, causal=True)
         >>> [(problem.kernel, problem.heads, problem.described) for _, problem in found]

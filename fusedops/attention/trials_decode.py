@@ -127,7 +127,7 @@ def trial_of(problem: DecodeProblem, device: torch.device, empty: bool = False) 
     Raises:
         NotImplementedError: no inputs, or none on this device, make this problem; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> trial = trial_of(DecodeProblem.of(64, 64, 1024, heads=16), torch.device("cpu"), empty=True)
         >>> tuple(trial.cache.keys.shape)
@@ -165,7 +165,7 @@ def problems_of(
         page_size: of a paged cache; 0: it is not.
         dtype, cache_dtype, precision: of the queries, the cache (None: the same), and float32 products.
 
-    Example:
+    Examples:
         >>> from fusedops.runtime.device import TARGETS
         >>> found = problems_of(facts=TARGETS["sm_90"], batch=8, heads=32, kv_heads=8, room=8192, d=128, page_size=64)
         >>> [(problem.heads, problem.queries, problem.size, problem.page) for _, problem in found]

@@ -13,7 +13,7 @@ def bucket(size: int, most: int = 1 << 15) -> int:
         size: rows or a sequence's length; 0 counts as 1.
         most: the last bucket, a power of two, which stands for all larger sizes.
 
-    Example:
+    Examples:
         >>> [bucket(n) for n in (1, 100, 256, 257, 385, 10**6)]
         [1, 128, 256, 384, 512, 32768]
     """

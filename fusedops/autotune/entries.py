@@ -190,7 +190,7 @@ def mismatches(entry: Entry, operator: Operator) -> list[str]:
 def utc_now() -> str:
     """The time, as entries have it.
 
-    Example:
+    Examples:
         >>> len(utc_now())
         20
     """

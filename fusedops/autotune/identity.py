@@ -44,7 +44,7 @@ def canonical_name(name: str) -> str:
 
     Names that no rule knows keep their words. A name stays what it is when it is made canonical again.
 
-    Example:
+    Examples:
         >>> [canonical_name(n) for n in ("NVIDIA H100 80GB HBM3", "NVIDIA_H100", "NVIDIA A100-SXM4-80GB")]
         ['H100', 'H100', 'A100']
         >>> canonical_name("NVIDIA GeForce RTX 4090"), canonical_name("AMD Instinct MI300X")
@@ -111,7 +111,7 @@ class Identity:
     def of(cls, facts: DeviceFacts) -> Identity:
         """The identity of a device.
 
-        Example:
+        Examples:
             >>> from fusedops.runtime.device import TARGETS
             >>> Identity.of(TARGETS["sm_90"]).name
             'H100'
@@ -131,7 +131,7 @@ class Identity:
     def key(self) -> str:
         """A name for files, safe on every system, that no other identity has: readable parts, then a hash of all.
 
-        Example:
+        Examples:
             >>> from fusedops.runtime.device import TARGETS
             >>> Identity.of(TARGETS["sm_90"]).key.rpartition("-")[0]
             'nvidia-sm_90-H100-132mp-0gb'

@@ -44,7 +44,7 @@ class mode:  # noqa: N801 (a context manager, used like a function)
     Raises:
         ValueError: ``name`` is none of these.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> with fusedops.autotune.mode("off"):
         ...     y = fusedops.layer_norm(torch.ones(2, 8), 8)

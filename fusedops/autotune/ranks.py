@@ -52,7 +52,7 @@ def sync(
         TypeError, ValueError: this rank's ``problems`` are none.
         RuntimeError: the search failed, or another rank's ``problems`` are none; on every rank.
 
-    Example:
+    Examples:
         >>> loss = model(batch).sum(); loss.backward()  # doctest: +SKIP
         >>> fusedops.autotune.sync()  # doctest: +SKIP
     """

@@ -187,7 +187,7 @@ def product_of(facts: DeviceFacts) -> Product:
     Part of a device (MIG), and products that nobody entered in :data:`PRODUCTS`, are taken to have bandwidth and rates
     in proportion to their multiprocessors.
 
-    Example:
+    Examples:
         >>> from fusedops.runtime.device import TARGETS
         >>> product_of(TARGETS["sm_90"]).memory_bandwidth
         3350000000000.0
@@ -260,7 +260,7 @@ def estimate(work: Work, facts: DeviceFacts, compiled: CompiledFacts | None = No
         facts: of the device.
         compiled: what the compiler said of the kernel that takes longest, where it has been compiled.
 
-    Example:
+    Examples:
         >>> from fusedops.runtime.device import TARGETS
         >>> copy = Work(programs=4096, num_warps=4, memory=2 * 2**30, cached=2 * 2**30)
         >>> round(1e6 * estimate(copy, TARGETS["sm_90"]))
@@ -306,7 +306,7 @@ def estimate(work: Work, facts: DeviceFacts, compiled: CompiledFacts | None = No
 def ranked(operator: Operator[Problem, C], problem: Problem, facts: DeviceFacts, configs: Iterable[C]) -> list[C]:
     """Configurations, the one that should be fastest first; equals by fewer warps, then fewer stages.
 
-    Example:
+    Examples:
         >>> from fusedops.norm.tuning import NORM, NormProblem
         >>> from fusedops.runtime.device import TARGETS
         >>> problem, facts = NormProblem(4096, 2, "forward"), TARGETS["sm_90"]

@@ -80,7 +80,7 @@ class Removed:
 class Store:
     """A folder of entries: ``<folder>/<Identity.key>/<op>.json``.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from fusedops.runtime.device import INTERPRETER
         >>> with tempfile.TemporaryDirectory() as folder:

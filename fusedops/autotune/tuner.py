@@ -70,7 +70,7 @@ def tune(
         TypeError, ValueError: an argument is wrong.
         RuntimeError: there is no device that kernels run on.
 
-    Example:
+    Examples:
         >>> from fusedops.norm.tuning import NormProblem
         >>> results = fusedops.autotune.tune(
         ...     [NormProblem(4096, 2, "forward", rows=8192, kind="rms")], budget_s=60
@@ -161,7 +161,7 @@ def tune_model(
     Returns:
         as :func:`tune`; an empty list, with a warning, where the model meets none of fusedops' kernels.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.LayerNorm(4096), torch.nn.Linear(4096, 4096)).cuda()  # doctest: +SKIP
         >>> fusedops.patch(model)  # doctest: +SKIP
         >>> fusedops.autotune.tune_model(model, torch.randn(8192, 4096, device="cuda"))  # doctest: +SKIP

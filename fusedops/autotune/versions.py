@@ -30,7 +30,7 @@ def current_versions(operator: Operator) -> dict[str, str | None]:
     was built for), ``driver`` (the kernel driver's version, where Linux shows it in a file), ``kernels`` (a hash of the
     source, :func:`kernels_hash`), ``fp_fusion`` ("on" or "off").
 
-    Example:
+    Examples:
         >>> from fusedops.autotune.operator import operator_named
         >>> sorted(current_versions(operator_named("norm")))
         ['driver', 'fp_fusion', 'fusedops', 'kernels', 'platform', 'torch', 'triton']
@@ -89,7 +89,7 @@ def _driver() -> str | None:
 def minor(version: str | None) -> str | None:
     """Major and minor number of a version.
 
-    Example:
+    Examples:
         >>> minor("3.9.0"), minor("6.4.43482-0f2d60242"), minor(None)
         ('3.9', '6.4', None)
     """

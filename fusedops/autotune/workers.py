@@ -75,7 +75,7 @@ class Worker:
         device: where; ``cpu`` for the interpreter.
         limits: how long it may take.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops.autotune.workers import Worker
         >>> with Worker(torch.device("cpu")) as worker:

@@ -41,7 +41,7 @@ def problems_of(op: str, facts: DeviceFacts, **sizes: Any) -> list[Met]:
     Raises:
         ValueError: there is no such operator, or it takes no such sizes; the message lists what it takes.
 
-    Example:
+    Examples:
         >>> from fusedops.runtime.device import TARGETS
         >>> [problem.direction for _, problem in problems_of("norm", TARGETS["sm_90"], rows=8192, width=4096)]
         ['forward', 'backward']

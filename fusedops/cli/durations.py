@@ -14,7 +14,7 @@ _LONGEST = 1000 * 365 * 86400.0
 def seconds(text: str) -> float:
     """Seconds of ``90``, ``90s``, ``10m``, ``1h30m`` or ``7d``; a usage error says what is taken.
 
-    Example:
+    Examples:
         >>> seconds("90"), seconds("1h30m")
         (90.0, 5400.0)
     """

@@ -19,7 +19,7 @@ def named(name: str, option: str) -> Any:
     Raises:
         ValueError: there is no such thing.
 
-    Example:
+    Examples:
         >>> named("torch.nn:Identity", "--model").__name__
         'Identity'
     """
@@ -41,7 +41,7 @@ def named(name: str, option: str) -> Any:
 def hint(name: str) -> str:
     """What was probably meant by a name that names nothing, to be appended to the error; "" where nobody can tell.
 
-    Example:
+    Examples:
         >>> hint("src/models.py:build"), hint("models.build")
         (' (a module, not a file: src.models:build)', ' (models:build?)')
     """

@@ -11,7 +11,7 @@ from fusedops.autotune.operator import Operator
 def short(key: str) -> str:
     """A problem's line without what it does not have; what it has by its name alone.
 
-    Example:
+    Examples:
         >>> short("width=64 rows=8 dropout=no kind=rms weight=yes activation=none")
         'width=64 rows=8 kind=rms weight'
     """
@@ -71,7 +71,7 @@ def values_of_words(words: Iterable[str]) -> dict[str, Any]:
     Raises:
         ValueError: a word has no name.
 
-    Example:
+    Examples:
         >>> values_of_words(["rows=8 kind=rms", "causal", "window=128,none"])
         {'rows': 8, 'kind': 'rms', 'causal': True, 'window': (128, None)}
     """

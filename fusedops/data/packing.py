@@ -112,7 +112,7 @@ def pack_sequences(
     Raises:
         TypeError, ValueError: an argument or a sequence is none of these, or too long; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> texts = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (3, 4, 2)]
         >>> for batch in fusedops.data.pack_sequences(texts, max_tokens=8):

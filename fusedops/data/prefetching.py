@@ -39,7 +39,7 @@ def prefetch(loader: Iterable[_Batch], device: torch.device | str | int, depth: 
     Raises:
         TypeError, ValueError: an argument is none of these; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> batches = [{"input": torch.ones(2), "name": "first"}, {"input": torch.zeros(2), "name": "second"}]
         >>> [batch["name"] for batch in fusedops.data.prefetch(batches, "cpu")]

@@ -55,7 +55,7 @@ def compare(patched: torch.Tensor, plain: torch.Tensor, reference: torch.Tensor)
 
     ``limit = FACTOR * max|plain - reference| + 2 ulp``, an ulp being that of plain's dtype at the largest value.
 
-    Example:
+    Examples:
         >>> exact = torch.tensor([1 / 3], dtype=torch.float64)
         >>> compare(exact.float(), exact.float(), exact).explained
         True

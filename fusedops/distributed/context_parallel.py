@@ -104,7 +104,7 @@ def context_parallel_attention(
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device, or differs between the ranks (the
             first time that such a call is made; then all ranks raise); the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops.distributed import context_parallel_attention
         >>> q = k = v = torch.randn(1, 4, 6, 32)  # on P ranks: of a sequence of 6 · P positions
@@ -218,7 +218,7 @@ def positions(
     Raises:
         TypeError, ValueError: an argument is of the wrong type or value; the message names it.
 
-    Example:
+    Examples:
         >>> from fusedops.distributed import positions
         >>> positions(6, order="zigzag")  # one rank; rank 0 of 2 has 0, 1 and 6, 7 of 8
         tensor([0, 1, 2, 3, 4, 5])
@@ -251,7 +251,7 @@ def shard_sequence(
     Raises:
         TypeError, ValueError: an argument is of the wrong type or value; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops.distributed import shard_sequence
         >>> shard_sequence(torch.zeros(2, 8), order="zigzag").shape  # one rank has all of it
@@ -285,7 +285,7 @@ def unshard_sequence(
     Raises:
         TypeError, ValueError: an argument is of the wrong type or value; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops.distributed import unshard_sequence
         >>> unshard_sequence(torch.zeros(2, 8)).shape  # one rank has all of it

@@ -184,7 +184,7 @@ class TensorParallel(_Style):
         TypeError: the module is none of these.
         ValueError: its heads or hidden features cannot be divided among the devices.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> import torch.distributed as dist
         >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -318,7 +318,7 @@ def tensor_parallel_plan(
         TypeError: ``module`` is no module.
         ValueError: it has no such parts.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> from fusedops.distributed import tensor_parallel_plan
         >>> block = torch.nn.Sequential(fusedops.nn.RMSNorm(8), fusedops.nn.GatedMLP(8, 32))

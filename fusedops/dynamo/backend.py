@@ -44,7 +44,7 @@ def backend(
     Raises:
         ValueError: ``mode`` or options are given for another backend than Inductor.
 
-    Example:
+    Examples:
         >>> import torch, fusedops.dynamo
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
         >>> compiled = torch.compile(mlp, backend="fusedops", options={"inner": "eager"})
@@ -78,7 +78,7 @@ def fuse(graph: GraphModule) -> Report:
     Returns:
         What was replaced and what was not; :func:`last_report` gives it again.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops.dynamo import fuse
         >>> graph = torch.fx.symbolic_trace(torch.nn.functional.relu)  # it has no fake tensors

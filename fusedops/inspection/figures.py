@@ -85,7 +85,7 @@ def figures(compiled: Compiled, facts: DeviceFacts | None = None, memory_bound: 
     Raises:
         ToolError: one of NVIDIA's binary tools is missing or fails.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> from fusedops.inspection.figures import figures
         >>> from fusedops.inspection.offline import compile_launches

@@ -58,7 +58,7 @@ def occupancy(
     Raises:
         ValueError: ``target`` is unknown.
 
-    Example:
+    Examples:
         >>> from fusedops.inspection.occupancy import occupancy
         >>> occupancy("sm_90", num_warps=8, registers=168, shared=64 << 10)
         Occupancy(blocks=1, share=0.125, limit='registers')

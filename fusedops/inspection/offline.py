@@ -101,7 +101,7 @@ def capture_launches(target: str | DeviceFacts) -> Iterator[list[Launch]]:
         ValueError: ``target`` is unknown.
         RuntimeError: Triton is missing, or interprets kernels in this process.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> from fusedops.inspection.offline import capture_launches, compile_launch
         >>> with fusedops.backend("triton"), capture_launches("sm_90") as launches:

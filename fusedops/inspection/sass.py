@@ -117,7 +117,7 @@ def loops(compiled: Compiled) -> tuple[Mix, ...]:
 def main_loop(compiled: Compiled) -> Mix | None:
     """The innermost loop with the most matrix instructions; None: no loop has any. Errors as of :func:`loops`.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> from fusedops.inspection.offline import compile_launches
         >>> from fusedops.inspection.sass import main_loop

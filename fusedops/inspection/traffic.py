@@ -67,7 +67,7 @@ def memory_traffic(compiled: Compiled) -> Traffic:
         ValueError: the kernel holds what is not counted here: copies by tensor descriptors, or calls of functions
             that were not inlined.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> from fusedops.inspection.offline import compile_launches
         >>> from fusedops.inspection.traffic import memory_traffic

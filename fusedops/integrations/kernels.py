@@ -140,7 +140,7 @@ def mapping(devices: Iterable[str] = DEVICES, layers: Iterable[str] | None = Non
     Raises:
         ValueError: no such layer.
 
-    Example:
+    Examples:
         >>> from fusedops.integrations.kernels import mapping
         >>> sorted(mapping(layers=["RMSNorm"])["RMSNorm"])
         ['cuda', 'rocm']
@@ -171,7 +171,7 @@ def use(devices: Iterable[str] = DEVICES, layers: Iterable[str] | None = None) -
     Args:
         devices, layers: as for :func:`mapping`.
 
-    Example:
+    Examples:
         >>> import kernels, torch
         >>> from fusedops.integrations.kernels import use
         >>> @kernels.use_kernel_forward_from_hub("RMSNorm")

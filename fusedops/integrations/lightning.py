@@ -71,7 +71,7 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
     Attributes:
         reports: of each patching in the last run that replaced something.
 
-    Example:
+    Examples:
         >>> from fusedops.integrations.lightning import FusedOps
         >>> FusedOps(unpatch=True).reports
         []

@@ -148,7 +148,7 @@ class FusedOpsCallback(TrainerCallback):
     Attributes:
         report: of the last training that began; None before.
 
-    Example:
+    Examples:
         >>> from fusedops.integrations.transformers import FusedOpsCallback
         >>> callback = FusedOpsCallback(exclude="*.lm_head")  # Trainer(..., callbacks=[callback])
         >>> print(callback.report)

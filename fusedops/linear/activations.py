@@ -172,7 +172,7 @@ def name_of(activation: Any) -> str | None:
 
     Only torch's own modules themselves: a subclass may compute anything.
 
-    Example:
+    Examples:
         >>> name_of(torch.nn.GELU("tanh")), name_of(F.silu), name_of(torch.nn.LeakyReLU(0.2))
         ('gelu_tanh', 'silu', None)
     """
@@ -224,7 +224,7 @@ def register_activation(
     Raises:
         TypeError, ValueError: an argument has the wrong type or value; the message names it.
 
-    Example:
+    Examples:
         In a module (Triton reads the source of its functions)::
 
             import triton

@@ -178,7 +178,7 @@ def linear(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
         RuntimeError: ``fuse_wgrad_accumulation`` inside torch.compile.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> weight, bias = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, -8.0])
         >>> fusedops.linear(torch.tensor([1.0, 1.0]), weight, bias, activation="relu", residual=torch.ones(2))

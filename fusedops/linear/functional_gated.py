@@ -140,7 +140,7 @@ def gated_linear(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops import gated_linear
         >>> gate, up = torch.tensor([[1.0, 2.0], [-3.0, 1.0]]), torch.tensor([[2.0, 1.0], [1.0, 1.0]])

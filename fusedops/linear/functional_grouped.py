@@ -148,7 +148,7 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
 
-    Example:
+    Examples:
         Two experts; the first takes one row, the second two, and one row is nobody's:
 
         >>> import torch, fusedops
@@ -199,7 +199,7 @@ def batched_linear(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> input = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
         >>> weight = torch.stack([torch.eye(2), -torch.eye(2)])

@@ -141,7 +141,7 @@ def fp8_linear(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
         RuntimeError: an argument requires a gradient, which the kernels do not have (the torch backend does).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops import fp8_linear, quantize_fp8
         >>> x, scale_x = quantize_fp8(torch.tensor([[1.0, 2.0]]))
@@ -179,7 +179,7 @@ def quantize_fp8(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops import quantize_fp8
         >>> quantized, scale = quantize_fp8(torch.tensor([1.0, -448.0]))
@@ -306,7 +306,7 @@ def quantized_linear(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
         RuntimeError: an argument requires a gradient, which the kernels do not have (the torch backend does).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops import quantize_weight, quantized_linear
         >>> weight, scales = quantize_weight(torch.tensor([[7.0, -3.0], [0.5, 3.5]]), bits=4)
@@ -346,7 +346,7 @@ def quantize_weight(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops import dequantize_weight, quantize_weight
         >>> quantized, scales = quantize_weight(torch.tensor([[1.0, -127.0]]))
@@ -386,7 +386,7 @@ def dequantize_weight(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops import dequantize_weight
         >>> dequantize_weight(torch.tensor([[0x1F]], dtype=torch.uint8), torch.tensor([0.5]))

@@ -53,7 +53,7 @@ def trial_of(problem: LinearProblem, device: torch.device, empty: bool = False) 
     Raises:
         NotImplementedError: no tensors can be such a problem, or not on this device.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fusedops.linear.trials import trial_of
         >>> from fusedops.linear.tuning import LinearProblem
@@ -371,7 +371,7 @@ def problems_of(
     Returns:
         (operator, problem), each once, in the order in which they are met.
 
-    Example:
+    Examples:
         >>> from fusedops.linear.trials import problems_of
         >>> from fusedops.runtime.device import TARGETS
         >>> met = problems_of(rows=8000, in_features=768, out_features=3072, activation="gelu", facts=TARGETS["sm_90"])

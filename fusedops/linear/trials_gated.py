@@ -136,7 +136,7 @@ def problems_of(
     Returns:
         (operator, problem), each once, in the order in which they are met.
 
-    Example:
+    Examples:
         >>> from fusedops.linear.trials_gated import problems_of
         >>> from fusedops.runtime.device import TARGETS
         >>> met = problems_of(rows=8000, in_features=4096, out_features=14336, facts=TARGETS["sm_90"])

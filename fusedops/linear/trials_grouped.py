@@ -242,7 +242,7 @@ def problems_of(
     Returns:
         (operator, problem), each once, in the order in which they are met.
 
-    Example:
+    Examples:
         >>> from fusedops.linear.trials_grouped import problems_of
         >>> from fusedops.runtime.device import TARGETS
         >>> met = problems_of(groups=8, rows=8192, in_features=4096, out_features=14336, facts=TARGETS["sm_90"])

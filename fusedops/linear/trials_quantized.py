@@ -214,7 +214,7 @@ def problems_of(
         group_size: as of :func:`fusedops.quantized_linear`.
         others: as of :func:`fusedops.linear.trials.problems_of`.
 
-    Example:
+    Examples:
         >>> from fusedops.linear.trials_quantized import problems_of
         >>> from fusedops.runtime.device import TARGETS
         >>> met = problems_of(rows=1, in_features=4096, out_features=4096, group_size=128, facts=TARGETS["sm_90"])
@@ -254,7 +254,7 @@ def fp8_problems_of(
         row_scales: which of the two has a scale a row.
         others: as of :func:`fusedops.linear.trials.problems_of`.
 
-    Example:
+    Examples:
         >>> from fusedops.linear.trials_quantized import fp8_problems_of
         >>> from fusedops.runtime.device import TARGETS
         >>> met = fp8_problems_of(rows=100, in_features=4096, out_features=4096, facts=TARGETS["sm_90"])

@@ -81,7 +81,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> module = fusedops.nn.MultiheadAttention(16, 4, batch_first=True)
         >>> x, padding = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])

@@ -53,7 +53,7 @@ class KVCache:
     Raises:
         TypeError, ValueError: an argument is none of these; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> cache = fusedops.nn.KVCache(num_layers=1, batch_size=2, num_kv_heads=2, max_length=32, head_dim=16)
         >>> q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)

@@ -33,7 +33,7 @@ class Linear(torch.nn.Linear):
     Raises:
         TypeError, ValueError: an argument is not one that :func:`fusedops.linear` takes.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> layer = fusedops.nn.Linear(8, 32, activation="gelu")
         >>> layer(torch.randn(2, 8)).shape
@@ -152,7 +152,7 @@ class LayerNormLinear(_NormFirst):
     Raises:
         TypeError, ValueError: ``normalization`` or ``activation`` is not one of those.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> layer = fusedops.nn.LayerNormLinear(8, 32, normalization="RMSNorm", activation="silu")
         >>> layer(torch.randn(2, 8)).shape
@@ -218,7 +218,7 @@ class LayerNormMLP(_NormFirst):
     Raises:
         TypeError, ValueError: ``normalization`` or ``activation`` is not one of those.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> mlp = fusedops.nn.LayerNormMLP(8, 32)
         >>> mlp(torch.randn(2, 8)).shape

@@ -120,7 +120,7 @@ class GatedLinear(_Gated):
     Raises:
         TypeError, ValueError: ``activation`` is not one that :func:`fusedops.linear` takes.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> layer = fusedops.nn.GatedLinear(8, 32)
         >>> layer(torch.randn(2, 8)).shape
@@ -169,7 +169,7 @@ class GatedMLP(_Gated):
     Raises:
         TypeError, ValueError: ``activation`` is not one that :func:`fusedops.linear` takes.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> mlp = fusedops.nn.GatedMLP(8, 32)
         >>> mlp(torch.randn(2, 8)).shape
@@ -226,7 +226,7 @@ class MLP(torch.nn.Module):
         TypeError, ValueError: ``activation`` is not one that :func:`fusedops.linear` takes, or ``dropout`` is no
             probability.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> mlp = fusedops.nn.MLP(8, 32, dropout=0.1)
         >>> mlp(torch.randn(2, 8)).shape

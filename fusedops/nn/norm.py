@@ -23,7 +23,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
     Shapes, dtypes and errors as of :func:`fusedops.layer_norm`.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> norm = fusedops.nn.LayerNorm(8)
         >>> norm(torch.randn(2, 8)).shape
@@ -46,7 +46,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Shapes, dtypes and errors as of :func:`fusedops.rms_norm`.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> norm = fusedops.nn.RMSNorm(8)
         >>> norm(torch.randn(2, 8)).shape
@@ -97,7 +97,7 @@ class AddLayerNorm(LayerNorm):
     Raises:
         TypeError, ValueError: ``dropout`` is no probability.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> norm = fusedops.nn.AddLayerNorm(8, dropout=0.1)
         >>> output, stream = norm(torch.randn(2, 8), torch.randn(2, 8))
@@ -145,7 +145,7 @@ class AddRMSNorm(RMSNorm):
     Raises:
         TypeError, ValueError: ``dropout`` is no probability.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> norm = fusedops.nn.AddRMSNorm(8)
         >>> output, stream = norm(torch.randn(2, 8), torch.randn(2, 8))
@@ -197,7 +197,7 @@ class GroupNorm(torch.nn.GroupNorm):
 
     Shapes, dtypes and errors as of :func:`fusedops.group_norm`.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> norm = fusedops.nn.GroupNorm(2, 8)
         >>> norm(torch.randn(2, 8, 5, 5)).shape

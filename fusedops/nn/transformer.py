@@ -75,7 +75,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> layer = fusedops.nn.TransformerEncoderLayer(16, 4, 32, activation="gelu", batch_first=True)
         >>> encoder = torch.nn.TransformerEncoder(layer, 2)

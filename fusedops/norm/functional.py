@@ -241,7 +241,7 @@ def layer_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> fusedops.layer_norm(torch.tensor([[1.0, 3.0]]), 2).round(decimals=3)
         tensor([[-1.,  1.]])
@@ -289,7 +289,7 @@ def rms_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> fusedops.rms_norm(torch.tensor([[3.0, 4.0]]), 2).round(decimals=3)
         tensor([[0.8490, 1.1310]])
@@ -346,7 +346,7 @@ def add_layer_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> output, stream = fusedops.add_layer_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 2.0]]), 2)
         >>> output.round(decimals=3), stream
@@ -400,7 +400,7 @@ def add_rms_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> output, stream = fusedops.add_rms_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]), 2)
         >>> output.round(decimals=3), stream
@@ -449,7 +449,7 @@ def l2_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type or value; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> fusedops.l2_norm(torch.tensor([[3.0, 4.0]]))
         tensor([[0.6000, 0.8000]])
@@ -503,7 +503,7 @@ def group_norm(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, value or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> fusedops.group_norm(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), 2).round(decimals=3)
         tensor([[-1.,  1., -1.,  1.]])

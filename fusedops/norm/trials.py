@@ -393,7 +393,7 @@ def trial_of(problem: Any, device: torch.device, empty: bool = False) -> Trial:
     Raises:
         NotImplementedError: no inputs have these sizes and dtypes; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> trial = trial_of(NormProblem(64, 4, "backward", sums=2, rows=4, dtype="float32"), torch.device("cpu"))
         >>> [tuple(t.shape) for t in trial.exact()]
@@ -440,7 +440,7 @@ def problems_of(
     Returns:
         (operator, problem), one a kernel; a gradient's problem supposes that the input wants one.
 
-    Example:
+    Examples:
         >>> [operator.key(problem) for operator, problem in problems_of(rows=4096, width=1024, training=False)]
         ['width=1024 itemsize=2 direction=forward dropout=no sums=0 rows=4096 kind=layer dtype=bfloat16 weight=yes bias=yes residual=no from_output=no']
     """  # noqa: E501
@@ -484,7 +484,7 @@ def group_problems_of(
         training: the gradient too, the input's included.
         facts: of the device, which makes no difference here.
 
-    Example:
+    Examples:
         >>> [problem.sums for _, problem in group_problems_of(batch=8, channels=320, spatial=4096)]
         [0, 2]
     """

@@ -91,7 +91,7 @@ def layer_norm_linear(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> x, weight = torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0], [0.0, 2.0]])
         >>> fusedops.layer_norm_linear(x, torch.ones(2), torch.zeros(2), weight).round(decimals=3).abs()
@@ -136,7 +136,7 @@ def rms_norm_linear(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or name; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
         >>> fusedops.rms_norm_linear(x, torch.ones(2), weight, activation="relu").round(decimals=3)

@@ -165,7 +165,7 @@ def memory_report(model: nn.Module, inputs: Any, *, patch: bool = True) -> Memor
             the model runs without gradients.
         PatchError: something else has put a class of its own on top of a patched module's.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.SiLU(), torch.nn.LayerNorm(64))
         >>> report = fusedops.memory_report(model, torch.randn(32, 8))

@@ -44,7 +44,7 @@ def plan(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None
         TypeError: ``model`` is not a torch.nn.Module, or a pattern is not a string.
         ValueError: a pattern fits no module of the model.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
         >>> [entry.calls for entry in fusedops.plan(model).replaced]
@@ -95,7 +95,7 @@ def patch(
         ValueError: a pattern fits no module of the model.
         PatchError: ``strict`` is not met, or the check found other shapes, dtypes or NaNs. The model is as before.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
         >>> report = fusedops.patch(model, check=(torch.randn(2, 8),))
@@ -119,7 +119,7 @@ def unpatch(model: nn.Module) -> int:
         PatchError: something else (a parametrization, FSDP) has since put a class of its own on top of a patched
             module's. Remove that first. The model is as before.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> norm = torch.nn.LayerNorm(8)
         >>> report = fusedops.patch(norm)
@@ -161,7 +161,7 @@ def patched(
         PatchError: as :func:`patch` and, at the end, as :func:`unpatch`: a module was given another class meanwhile.
             The others are put back.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> norm = torch.nn.LayerNorm(8)
         >>> with fusedops.patched(norm) as report:

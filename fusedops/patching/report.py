@@ -214,7 +214,7 @@ class PatchReport:
             ValueError: ``batch`` or ``sequence`` is not positive, no dtype has the name, or the report's model does not
                 exist any more.
 
-        Example:
+        Examples:
             >>> import torch, fusedops
             >>> model = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
             >>> report = fusedops.plan(model)
@@ -278,7 +278,7 @@ class PatchReport:
 def path_pattern(path: str) -> str:
     """A module's path with layer numbers as ``*``.
 
-    Example:
+    Examples:
         >>> path_pattern("encoder.layer.11.output")
         'encoder.layer.*.output'
     """

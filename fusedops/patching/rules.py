@@ -103,7 +103,7 @@ def register_rule(
         TypeError: an argument is not what it should be.
         ValueError: there is a rule of this name.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> class Scale(torch.nn.Module):
         ...     def __init__(self, size):

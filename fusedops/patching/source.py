@@ -60,7 +60,7 @@ def _file(function: FunctionType) -> _File | None:
 def read(function: FunctionType) -> tuple[FunctionType, ast.FunctionDef] | None:
     """The innermost function behind decorators, and its definition; None where its source is not what runs.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> function, definition = read(nn.Linear.forward)
         >>> definition.name
@@ -247,7 +247,7 @@ def names_in(function: Any) -> frozenset[str]:
 def resolve(function: FunctionType, node: ast.expr) -> Any:
     """What a name or a dotted name of modules stands for in a function's globals; None where that is not certain.
 
-    Example:
+    Examples:
         >>> import ast, torch
         >>> def f(x):
         ...     return torch.relu(x)

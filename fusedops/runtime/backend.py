@@ -73,7 +73,7 @@ class backend:  # noqa: N801 (a context manager, used like a function)
     Raises:
         ValueError: ``name`` is none of these.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> with fusedops.backend("torch"):
         ...     y = fusedops.layer_norm(torch.ones(2, 8), 8)
@@ -334,7 +334,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         TypeError: ``function`` is not a public fusedops function, or the arguments are wrong for it.
         ValueError: the arguments are wrong for it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> print(fusedops.explain(fusedops.rms_norm, torch.ones(4, 8, dtype=torch.float64), 8).backend)
         torch

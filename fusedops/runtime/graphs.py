@@ -48,7 +48,7 @@ def graphed(
     Raises:
         TypeError, ValueError: an argument, here or in a call of the result, is none of these; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, fusedops
         >>> model = fusedops.nn.MLP(16, 64).eval()
         >>> x = torch.randn(4, 16)

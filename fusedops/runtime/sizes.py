@@ -17,7 +17,7 @@ def human_bytes(size: int) -> str:
 def change(before: int, after: int) -> str:
     """How much less (or more) of something there is, to be appended to a sentence; "" where nothing changed.
 
-    Example:
+    Examples:
         >>> change(200, 150), change(100, 101), change(7, 7)
         (', 25 % less', ', 1 % more', '')
     """
