@@ -1,4 +1,4 @@
-"""The documentation site's hooks (``mkdocs.yml``): pages that lie elsewhere in the repository, and links that work in both.
+"""The documentation site's hooks (``mkdocs.yml``): pages that lie elsewhere, and links that work in both places.
 
 Pages are written for a reader of the repository: links are relative files, and the README, the changelog, the guide for
 contributors, the benchmarks' page and the notebooks lie where such files are looked for. The site shows the same files.

@@ -305,6 +305,7 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
+        """Where the lists of blocks are."""
         return self.kinds.device
 
     def numel(self) -> int:

@@ -51,8 +51,22 @@ def record(operator: Operator, problem: tuple, facts: DeviceFacts, path: Path) -
 def read_recorded(path: Path) -> tuple[list[Recorded], list[str]]:
     """The distinct problems of a file, in its order, and a message for each line that is none.
 
+    Args:
+        path: of a file that ``fusedops record`` or ``FUSEDOPS_AUTOTUNE=record`` wrote: JSON, a problem a line.
+
+    Returns:
+        the problems, for :func:`fusedops.autotune.tune`; the messages.
+
     Raises:
         OSError: the file cannot be read.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from fusedops.autotune import read_recorded
+        >>> file = Path("recorded.jsonl")
+        >>> _ = file.write_text("no problem\\n")
+        >>> read_recorded(file)[0]
+        []
     """
     found: dict[tuple[str, tuple], Recorded] = {}
     wrong = []

@@ -71,12 +71,13 @@ def tune(
         RuntimeError: there is no device that kernels run on.
 
     Examples:
+        >>> import fusedops
         >>> from fusedops.norm.tuning import NormProblem
-        >>> results = fusedops.autotune.tune(
-        ...     [NormProblem(4096, 2, "forward", rows=8192, kind="rms")], budget_s=60
-        ... )  # doctest: +SKIP
-        >>> results[0].entry.median  # seconds  # doctest: +SKIP
-        2.9e-05
+        >>> wanted = [NormProblem(4096, 2, "forward", rows=8192, kind="rms")]
+        >>> results = fusedops.autotune.tune(wanted, budget_s=60)  # doctest: +SKIP
+        >>> results[0].entry.median  # seconds, where a GPU was asked  # doctest: +SKIP
+        >>> fusedops.autotune.tune([])
+        []
     """
     wanted = recorded(problems)
     for name, value in (("budget_s", budget_s), ("key_budget_s", key_budget_s)):
@@ -161,10 +162,15 @@ def tune_model(
     Returns:
         as :func:`tune`; an empty list, with a warning, where the model meets none of fusedops' kernels.
 
+    Raises:
+        TypeError, ValueError, RuntimeError: as of :func:`tune`. What the model raises passes through.
+
     Examples:
-        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(4096), torch.nn.Linear(4096, 4096)).cuda()  # doctest: +SKIP
-        >>> fusedops.patch(model)  # doctest: +SKIP
-        >>> fusedops.autotune.tune_model(model, torch.randn(8192, 4096, device="cuda"))  # doctest: +SKIP
+        >>> import torch, fusedops
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU())
+        >>> report = fusedops.patch(model)
+        >>> x = torch.randn(8, 64, device="cuda")  # doctest: +SKIP
+        >>> results = fusedops.autotune.tune_model(model.cuda(), x, budget_s=60)  # doctest: +SKIP
     """
     met = problems_of_model(model, inputs, training=training)
     if not met:
@@ -183,7 +189,21 @@ def tune_model(
 def problems_of_model(model: torch.nn.Module, inputs: Any, *, training: bool | None = None) -> list[Recorded]:
     """The problems that a model's forward, and with ``training`` its backward, meet.
 
-    Arguments as of :func:`tune_model`. Nothing is searched. The model is left as it was.
+    Nothing is searched. The model is left as it was.
+
+    Args:
+        model, inputs, training: as of :func:`tune_model`.
+
+    Returns:
+        the problems, each once, for :func:`tune`; none where torch's operators serve, as on a CPU.
+
+    Raises:
+        Exception: whatever the model raises.
+
+    Examples:
+        >>> import torch, fusedops
+        >>> fusedops.autotune.problems_of_model(fusedops.nn.LayerNorm(64), torch.randn(8, 64))
+        []
     """
     training = model.training if training is None else training
     buffers = [

@@ -55,6 +55,15 @@ class Prefetcher(Generic[_Batch]):
         loader: whose batches these are.
         device: where they arrive.
         depth: how many are under way ahead of the one in use.
+
+    Raises:
+        TypeError: ``len`` of it, where the loader has no length.
+
+    Examples:
+        >>> import fusedops
+        >>> batches = fusedops.data.prefetch([1, 2, 3], "cpu")
+        >>> len(batches), list(batches)
+        (3, [1, 2, 3])
     """
 
     def __init__(self, loader: Iterable[_Batch], device: torch.device | str | int, depth: int = 2) -> None:

@@ -281,6 +281,13 @@ class SequenceParallelNorm(_Style):
     Args:
         sequence_dim: the dimension of the inputs that is sharded.
         use_local_output: give plain tensors, each device's part, rather than DTensors.
+
+    Raises:
+        TypeError: an argument has the wrong type; or the style is applied to what is no norm.
+
+    Examples:
+        >>> from fusedops.distributed import SequenceParallelNorm
+        >>> plan = {"norm": SequenceParallelNorm()}  # for parallelize_module(model, mesh, plan)
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True) -> None:

@@ -78,6 +78,9 @@ def fuse(graph: GraphModule) -> Report:
     Returns:
         What was replaced and what was not; :func:`last_report` gives it again.
 
+    Raises:
+        AttributeError: ``graph`` is no :class:`torch.fx.GraphModule`. What is in a graph never raises: it stays as it is.
+
     Examples:
         >>> import torch
         >>> from fusedops.dynamo import fuse
@@ -135,7 +138,15 @@ def _checkpointed(graph: GraphModule) -> Iterator[GraphModule]:
 
 
 def last_report() -> Report | None:
-    """What became of the graph that was compiled last; None: none was."""
+    """What became of the graph that was compiled last; None: none was.
+
+    Examples:
+        >>> import torch
+        >>> from fusedops.dynamo import fuse, last_report
+        >>> report = fuse(torch.fx.symbolic_trace(torch.nn.functional.relu))
+        >>> last_report() is report
+        True
+    """
     return _last
 
 

@@ -139,10 +139,12 @@ class KVCache:
 
     @property
     def batch_size(self) -> int:
+        """How many sequences there is room for."""
         return self.seqlens.shape[0]
 
     @property
     def num_layers(self) -> int:
+        """How many layers' keys and values it keeps."""
         return len(self.keys)
 
     @property

@@ -181,6 +181,7 @@ class LayerNormLinear(_NormFirst):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """The norm's weight to ones and its bias to zeros; the rest as :class:`torch.nn.Linear`."""
         self._reset_norm()
         _reset_linear(self.weight, self.bias)
 
@@ -251,6 +252,7 @@ class LayerNormMLP(_NormFirst):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """The norm's weight to ones and its bias to zeros; the rest as :class:`torch.nn.Linear`."""
         self._reset_norm()
         _reset_linear(self.fc1_weight, self.fc1_bias)
         _reset_linear(self.fc2_weight, self.fc2_bias)

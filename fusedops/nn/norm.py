@@ -21,7 +21,10 @@ class LayerNorm(torch.nn.LayerNorm):
         bias: with a bias too, initially zeros.
         device, dtype: of the parameters.
 
-    Shapes, dtypes and errors as of :func:`fusedops.layer_norm`.
+    Shapes and dtypes as of :func:`fusedops.layer_norm`.
+
+    Raises:
+        TypeError, ValueError: the forward's input is none of :func:`fusedops.layer_norm`; the message names it.
 
     Examples:
         >>> import torch, fusedops
@@ -44,7 +47,10 @@ class RMSNorm(torch.nn.RMSNorm):
         device, dtype: of the parameters.
         weight_offset: added to the weight before it multiplies; 1.0 for Gemma's models, whose weights begin as zeros.
 
-    Shapes, dtypes and errors as of :func:`fusedops.rms_norm`.
+    Shapes and dtypes as of :func:`fusedops.rms_norm`.
+
+    Raises:
+        TypeError, ValueError: the forward's input is none of :func:`fusedops.rms_norm`; the message names it.
 
     Examples:
         >>> import torch, fusedops
@@ -195,7 +201,10 @@ class GroupNorm(torch.nn.GroupNorm):
         affine: with a weight, initially ones, and a bias, initially zeros, one element a channel.
         device, dtype: of the parameters.
 
-    Shapes, dtypes and errors as of :func:`fusedops.group_norm`.
+    Shapes and dtypes as of :func:`fusedops.group_norm`.
+
+    Raises:
+        TypeError, ValueError: the forward's input is none of :func:`fusedops.group_norm`; the message names it.
 
     Examples:
         >>> import torch, fusedops

@@ -49,7 +49,12 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One place that was recognised and left alone. ``reason`` holds every reason."""
+    """One place that was recognised and left alone.
+
+    Attributes:
+        path, original: as of :class:`Replacement`.
+        reason: every reason.
+    """
 
     path: str
     original: str
@@ -154,6 +159,7 @@ class PatchReport:
         check: the comparison that ``check=`` asked for.
         notes: remarks on the model as a whole.
         applied: False for a plan.
+        subject: the model that this is about, which is not kept alive.
     """
 
     replaced: tuple[Replacement, ...] = ()

@@ -158,8 +158,17 @@ def register_rule(
 def unregister_rule(name: str) -> None:
     """Take back a rule of :func:`register_rule`. Modules that it has replaced stay so until ``fusedops.unpatch``.
 
+    Args:
+        name: as it was registered.
+
     Raises:
         ValueError: no rule of this name was registered.
+
+    Examples:
+        >>> from fusedops.patching import unregister_rule
+        >>> unregister_rule("mine")
+        Traceback (most recent call last):
+        ValueError: unregister_rule: no rule 'mine' was registered; there are: none
     """
     if not isinstance(name, str) or name not in _registered:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import itertools
 
@@ -461,9 +460,3 @@ def test_lists_in_a_cuda_graph():
     assert not mask._kept, "what only a graph makes must not be kept"
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, mask.lists(None, 0), strict=True))
-
-
-@pytest.mark.parametrize("module", ["block_mask", "block_mask_torch"])
-def test_examples(module):
-    found = doctest.testmod(importlib.import_module(f"fusedops.attention.{module}"))
-    assert found.failed == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import doctest
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
-import fusedops.distributed.context_parallel as module
 from fusedops.distributed import context_parallel_attention, positions, shard_sequence, unshard_sequence
 from fusedops.distributed.context_parallel_parts import Parts
 from fusedops.distributed.context_parallel_plan import Layout
@@ -626,7 +624,3 @@ def test_it_is_a_graph_break():
 def test_explain_says_what_serves_it():
     q = torch.zeros(1, 2, 6, 300)
     assert "head size 300" in str(fusedops.explain(context_parallel_attention, q, q, q, order="zigzag"))
-
-
-def test_the_docstrings_examples_run():
-    assert doctest.testmod(module).failed == 0

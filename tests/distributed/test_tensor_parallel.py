@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import doctest
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fusedops
-import fusedops.distributed.tensor_parallel as module
 from fusedops import nn
 from fusedops.distributed import SequenceParallelNorm, TensorParallel, tensor_parallel_plan
 from tests.distributed.meshes import counts, mesh_of, whole
@@ -415,7 +413,3 @@ def llama(rank, world, patch_first, x):
 def test_a_patched_llama(two_ranks, patch_first):
     pytest.importorskip("transformers")
     two_ranks.run(llama, patch_first, torch.randint(0, 64, (2, 8)))
-
-
-def test_the_examples_run():
-    assert doctest.testmod(module).failed == 0

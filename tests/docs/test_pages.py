@@ -49,7 +49,7 @@ def test_the_reference_names_what_there_is(name):
 
 def test_the_environment_page_has_every_variable():
     page = (ROOT / "docs" / "environment.md").read_text()
-    table, _, others = page.partition("Others' variables")
+    table, _, _ = page.partition("Others' variables")
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(VARIABLES.values())
     read = set()
     for file in (ROOT / "fusedops").rglob("*.py"):
@@ -62,9 +62,7 @@ def test_the_environment_page_has_every_variable():
 # --- troubleshooting.md ----------------------------------------------------------------------------------------------
 
 TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## From torch and Triton")[0]
-MESSAGES = [
-    message for line in re.findall(r"^\*\*(`.*`)\*\*", TROUBLE, re.MULTILINE) for message in re.findall(r"`([^`]+)`", line)
-]  # fmt: skip
+MESSAGES = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\*\*(`.*`)\*\*", TROUBLE, re.MULTILINE)))
 
 
 def _texts():
@@ -112,7 +110,7 @@ mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="
         ("api/norm.md", "[a](../norm.md)", "[a](../norm.md)"),
         ("benchmarks.md", "[a](../docs/norm.md)", "[a](norm.md)"),
         ("norm.md", "[the script](../scripts/build_configs.py)", "the script"),
-        ("norm.md", "```text\n[a](../README.md)\n```\n[a](../README.md)", "```text\n[a](../README.md)\n```\n[a](index.md)"),
+        ("norm.md", "```\n[a](../README.md)\n```\n[a](../README.md)", "```\n[a](../README.md)\n```\n[a](index.md)"),
         ("norm.md", "[a](https://pytorch.org) [b](#widths)", "[a](https://pytorch.org) [b](#widths)"),
     ],
 )  # fmt: skip

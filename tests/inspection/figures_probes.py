@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import asdict
 
 import torch
 
 import fusedops
-from fusedops.inspection import figures as module
-from fusedops.inspection import occupancy
 from fusedops.inspection.figures import figures
 from fusedops.inspection.offline import compile_launches
 from fusedops.inspection.operators import TYPICAL, Call, captured
@@ -30,7 +27,6 @@ def find() -> dict[str, object]:
     found["norm"] = asdict(figures(norm))
     (described,) = compile_launches("sm_90", cases["linear_forward/persistent_large"].make())
     found["descriptors"] = asdict(figures(described))
-    found["examples"] = [sum(pair) for pair in zip(doctest.testmod(module), doctest.testmod(occupancy), strict=True)]
     return found
 
 

@@ -98,13 +98,6 @@ def test_a_kernel_that_does_not_compile_is_a_short_error(probes, probe, cause):
     assert ".visible" not in message
 
 
-@needs_triton
-def test_the_examples_in_the_documentation_run(probes):
-    failed, tried = probes["examples"]
-    assert failed == 0
-    assert tried > 0
-
-
 def test_an_unknown_target():
     with pytest.raises(ValueError, match=r"target must be one of sm_75, .*; got 'sm_12'"):
         target_facts("sm_12")
