@@ -3,6 +3,7 @@
 #   make demo     a pretrained encoder and a training run through fusedops, with a picture: demo.png
 #   make test     every test that this machine can run
 #   make lint     ruff and mypy
+#   make docs     the documentation site, in site/
 #   make bench    the host's overhead; on a GPU machine also every operator and whole models beside other libraries';
 #                 elsewhere what the compiled kernels consist of (benchmarks/README.md)
 #   make static-baseline
@@ -34,7 +35,7 @@ TRITON := triton==3.9.0; sys_platform == 'linux'
 # the environment forbids to keep that, every process that imports torch would spend seconds on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint bench static-baseline clean
+.PHONY: demo test lint docs bench static-baseline clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fusedops demo $(DEMO_ARGS)
@@ -48,6 +49,10 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+# Warnings are errors. mkdocs-material tells of its successor in every build.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 bench: $(INSTALLED)
 	if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(RUN) -m benchmarks --quick; \
 	elif $(RUN) -c "import triton" 2>/dev/null; then $(RUN) -m benchmarks --static --quick; \
@@ -57,7 +62,7 @@ static-baseline: $(INSTALLED)
 	$(RUN) -m benchmarks.static_gate --update
 
 clean:
-	rm -rf .venv build dist fusedops.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis demo.png
+	rm -rf .venv build dist site fusedops.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis demo.png
 	find fusedops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(INSTALLED),)

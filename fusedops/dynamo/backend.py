@@ -79,7 +79,7 @@ def fuse(graph: GraphModule) -> Report:
         What was replaced and what was not; :func:`last_report` gives it again.
 
     Raises:
-        AttributeError: ``graph`` is no :class:`torch.fx.GraphModule`. What is in a graph never raises: it stays as it is.
+        AttributeError: ``graph`` is no :class:`torch.fx.GraphModule`. What is in one never raises: it stays as it is.
 
     Examples:
         >>> import torch
