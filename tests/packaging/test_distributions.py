@@ -155,7 +155,7 @@ def venv(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean") / "venv"
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    # Packages of this environment are found by their path; .pth files in there, as of an editable install, are not read.
+    # This environment's packages are found by their path; its .pth files, as of an editable install, are not read.
     purelib = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     purelib.mkdir(parents=True, exist_ok=True)
     (purelib / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -178,7 +178,7 @@ def test_an_installed_wheel_works(venv, tmp_path, triton):
 
 
 def test_the_installed_command_works(venv, tmp_path):
-    folder, python = venv
+    _, python = venv
     command = python.with_name("fusedops")
     environment = _environment(tmp_path)
     assert "inspect" in _run(command, "--help", cwd=tmp_path, env=environment)
