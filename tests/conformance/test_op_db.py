@@ -101,7 +101,7 @@ def _results(function: Any, call: Any, gradients: list[torch.Tensor] | None) -> 
     return [o.detach() for o in outputs], found
 
 
-# Errors of results of so few elements are a matter of luck (torch's numbers go from -9 to 9: most rows of a softmax have
+# Errors of results of so few elements are a matter of luck (torch's numbers are -9 to 9: most rows of a softmax have
 # one weight of 1). So torch's are taken of more calls, with the same numbers in other places.
 FEW, MORE = 1000, 16
 
