@@ -298,7 +298,11 @@ class BlockMask:
         return _evaluate(self.mask_mod, *indices)
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same mask on another device."""
+        """The same mask on another device; the tensors of its rule are moved too.
+
+        Args:
+            device: a torch.device or its name.
+        """
         rule = self.mask_mod
         args = tuple(tensor.to(device) for tensor in rule.args)
         return BlockMask(MaskMod(rule.function, args, rule.definition), self.shape, self.kinds.to(device))

@@ -220,8 +220,12 @@ def attention(
     Examples:
         >>> import torch, fusedops
         >>> q, k, v = torch.randn(1, 8, 5, 64), torch.randn(1, 2, 7, 64), torch.randn(1, 2, 7, 32)
-        >>> fusedops.attention(q, k, v, causal="bottom_right").shape
-        torch.Size([1, 8, 5, 32])
+        >>> out, lse = fusedops.attention(q, k, v, causal="bottom_right", return_lse=True)
+        >>> out.shape, lse.shape  # query heads 0 to 3 read key head 0
+        (torch.Size([1, 8, 5, 32]), torch.Size([1, 8, 5]))
+        >>> scores = q[0, 0] @ k[0, 0].T / 8 + torch.full((5, 7), -torch.inf).triu(3)  # the last query sees all keys
+        >>> torch.allclose(out[0, 0], scores.softmax(-1) @ v[0, 0], atol=1e-6)
+        True
         >>> fusedops.attention(q, k, v, window=(3, 0), softcap=20.0, sinks=torch.zeros(8)).shape
         torch.Size([1, 8, 5, 32])
     """
@@ -322,8 +326,10 @@ def attention_varlen(
         >>> import torch, fusedops
         >>> q = k = v = torch.randn(10, 4, 32)
         >>> ends = torch.tensor([0, 3, 3, 10])  # sequences of 3, 0 and 7 tokens
-        >>> fusedops.attention_varlen(q, k, v, ends, ends, causal=True).shape
-        torch.Size([10, 4, 32])
+        >>> out = fusedops.attention_varlen(q, k, v, ends, ends, causal=True)
+        >>> last = q[3:].transpose(0, 1)[None]  # the last one alone, (1, heads, tokens, size)
+        >>> torch.allclose(out[3:].transpose(0, 1)[None], fusedops.attention(last, last, last, causal=True), atol=1e-6)
+        True
     """
     given = Modifiers(
         causal, window, attn_mask, alibi_slopes, sinks, softcap, scale, dropout_p, score_mod, mask_mod

@@ -137,8 +137,9 @@ def append_kv(
 ) -> None:
     """Write the keys and values of new tokens into a cache, in place, behind those that each sequence has.
 
-    Token i of sequence b becomes its token ``cache_seqlens[b] + i``; ``cache_seqlens`` stays. What the cache has no
-    room for is not written (in a ring there is always room: the oldest are overwritten). Nothing is read on the host.
+    The cache is that of :func:`attention_decode`. Token i of sequence b becomes its token ``cache_seqlens[b] + i``;
+    ``cache_seqlens`` stays. What the cache has no room for is not written (in a ring there is always room: the oldest
+    are overwritten). Nothing is read on the host.
 
     Args:
         k: (batch, kv_heads, tokens, size), any floating dtype and strides.
@@ -318,9 +319,11 @@ def attention_decode(
         >>> k_cache, v_cache = torch.zeros(2, 4, 32, 16), torch.zeros(2, 4, 32, 16)
         >>> lengths = torch.tensor([3, 7])
         >>> q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 4, 1, 16), torch.randn(2, 4, 1, 16)
-        >>> fusedops.attention_decode(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v).shape
-        torch.Size([2, 8, 1, 16])
-        >>> lengths += 1
+        >>> out = fusedops.attention_decode(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v)
+        >>> lengths += 1  # the caches have the new tokens
+        >>> whole = fusedops.attention(q[:1], k_cache[:1, :, :4], v_cache[:1, :, :4])
+        >>> torch.allclose(out[:1], whole, atol=1e-6)
+        True
     """
     cache, left, slopes, softcap, scale = _check_decode(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, k=k, v=v, ring=ring, window=window,

@@ -117,6 +117,8 @@ def _check(kind: str, functions: _Functions, args: Any) -> tuple[torch.Tensor, .
 class MaskMod:
     """A rule that says which query sees which key, evaluated tile by tile inside the attention kernels.
 
+    After Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
+
     Args:
         function: decorated with ``triton.jit``, ``mask_mod(batch, head, i, j, args) -> bool``. ``batch`` and ``head``
             are numbers; ``i`` (queries) and ``j`` (keys) int32 blocks that broadcast with each other, always inside
@@ -125,12 +127,21 @@ class MaskMod:
         definition: the same in plain torch, ``definition(batch, head, i, j, *args)``, every index a tensor that
             broadcasts with the others: what the torch backend computes. Without it that backend raises an error.
 
+    Raises:
+        TypeError, ValueError: an argument is none of these, or one of ``args`` requires a gradient.
+        RuntimeError: it is made inside a function that torch.compile compiles.
+
     Examples:
+        A prefix that every query sees, and causality behind it. (Without a Triton function only the torch backend
+        takes the rule.)
+
         >>> import torch, fusedops
         >>> prefix = fusedops.MaskMod(None, definition=lambda batch, head, i, j: (j < 3) | (j <= i))
         >>> q = k = v = torch.randn(1, 2, 8, 16)
-        >>> fusedops.attention(q, k, v, mask_mod=prefix).shape
-        torch.Size([1, 2, 8, 16])
+        >>> out = fusedops.attention(q, k, v, mask_mod=prefix)
+        >>> mask = torch.ones(8, 8).tril().bool() | (torch.arange(8) < 3)
+        >>> torch.allclose(out, fusedops.attention(q, k, v, attn_mask=mask), atol=1e-6)
+        True
     """
 
     function: Any
@@ -151,7 +162,15 @@ class MaskMod:
 
     @classmethod
     def of(cls, function: str, value: Any) -> MaskMod:
-        """A rule as it is; a Triton function as a rule without ``args``; TypeError for anything else."""
+        """A rule as it is; a Triton function as a rule without ``args``.
+
+        Args:
+            function: the name of the caller, for the message.
+            value: the rule or the Triton function.
+
+        Raises:
+            TypeError: ``value`` is anything else.
+        """
         if isinstance(value, cls):
             return value
         if not _is_triton_function(value):
@@ -163,7 +182,8 @@ class MaskMod:
 class ScoreMod:
     """A rule that changes each score, evaluated tile by tile inside the attention kernels.
 
-    It takes the scaled (and capped) score, before attn_mask and ALiBi are added and before anything is masked.
+    It takes the scaled (and capped) score, before attn_mask and ALiBi are added and before anything is masked. After
+    Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
 
     Args:
         function: decorated with ``triton.jit``, ``score_mod(score, batch, head, i, j, args) -> score``, float32
@@ -174,12 +194,20 @@ class ScoreMod:
         definition: the same in plain torch, ``definition(score, batch, head, i, j, *args)``, differentiated by
             autograd: what the torch backend computes. Without it that backend raises an error.
 
+    Raises:
+        TypeError, ValueError: an argument is none of these, or one of ``args`` requires a gradient.
+        RuntimeError: it is made inside a function that torch.compile compiles.
+
     Examples:
+        Scores that fall with the distance, as ALiBi's do. (Without a Triton function only the torch backend takes the
+        rule.)
+
         >>> import torch, fusedops
         >>> near = fusedops.ScoreMod(None, definition=lambda score, batch, head, i, j: score - 0.1 * (i - j).abs())
         >>> q = k = v = torch.randn(1, 2, 8, 16)
-        >>> fusedops.attention(q, k, v, score_mod=near).shape
-        torch.Size([1, 2, 8, 16])
+        >>> out = fusedops.attention(q, k, v, score_mod=near)
+        >>> torch.allclose(out, fusedops.attention(q, k, v, alibi_slopes=torch.full((2,), 0.1)), atol=1e-6)
+        True
     """
 
     function: Any
@@ -202,7 +230,7 @@ class ScoreMod:
 
     @classmethod
     def of(cls, function: str, value: Any) -> ScoreMod:
-        """As :meth:`MaskMod.of`."""
+        """As :meth:`MaskMod.of`, with its ``function`` and ``value``."""
         if isinstance(value, cls):
             return value
         if not _is_triton_function(value):

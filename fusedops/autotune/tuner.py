@@ -202,7 +202,8 @@ def problems_of_model(model: torch.nn.Module, inputs: Any, *, training: bool | N
 
     Examples:
         >>> import torch, fusedops
-        >>> fusedops.autotune.problems_of_model(fusedops.nn.LayerNorm(64), torch.randn(8, 64))
+        >>> with fusedops.backend("torch"):  # on a GPU, without this: a problem of the forward, one of the backward
+        ...     fusedops.autotune.problems_of_model(fusedops.nn.LayerNorm(64), torch.randn(8, 64))
         []
     """
     training = model.training if training is None else training

@@ -89,6 +89,9 @@ def autotune(
 
     What is found is stored after every problem: after Ctrl-C, or at the budget's end, the same command goes on where it
     stopped.
+
+    Example: `fusedops autotune --hf config.json --batch 8 --length 2048 --budget 10m`
+    (what such a model meets, in ten minutes at most).
     """
     if not HAS_TRITON:
         raise fail("Triton is not installed: torch's operators serve every call, and there is nothing to tune")

@@ -40,7 +40,10 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 @cache.command("list")
 def list_(op: Op = None, device: Device = None, stale: Stale = False, json: Json = False) -> None:
-    """List what is stored: problem, configuration, time, gain over the default, date."""
+    """List what is stored: problem, configuration, time, gain over the default, date.
+
+    Example: `fusedops cache list --op norm` (the norms' alone).
+    """
     found = [
         (identity, entry, reasons)
         for identity, entry in each(_selected(op, device))
@@ -107,7 +110,10 @@ _SHOWN = ("op", "problem", "config", "source", "median", "spread", "default", "d
 
 @cache.command("list-shipped")
 def list_shipped(json: Json = False) -> None:
-    """List the GPUs that configurations ship for, and how many there are of each source."""
+    """List the GPUs that configurations ship for, and how many there are of each source.
+
+    Example: `fusedops cache list-shipped --json` (with the files' names).
+    """
     rows = []
     for path in shipped_files():
         for identity, found in read_bundle(path):
@@ -141,7 +147,10 @@ def show(
     every: Annotated[bool, typer.Option("--all", help="Every candidate, not the first ten.")] = False,
     json: Json = False,
 ) -> None:
-    """Show entries in full: versions, and every candidate that was tried with its time or why it has none."""
+    """Show entries in full: versions, and every candidate that was tried with its time or why it has none.
+
+    Example: `fusedops cache show norm width=4096` (of the norms 4096 wide).
+    """
     found = [
         (identity, entry)
         for identity, entry in each(_selected(None, device))
@@ -182,7 +191,10 @@ def show(
 
 @cache.command()
 def path(json: Json = False) -> None:
-    """Print the folder of the store, and what is in it."""
+    """Print the folder of the store, and what is in it.
+
+    Example: `fusedops cache path` (what to mount into a container).
+    """
     folder = store().folder
     files = [file for file in folder.rglob("*.json") if file.is_file()] if folder.is_dir() else []
     if json:
@@ -202,7 +214,11 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say which source answers a problem, and field by field why the others do not."""
+    """Say which source answers a problem, and field by field why the others do not.
+
+    Example: `fusedops cache explain norm width=4096 itemsize=2 direction=forward kind=rms --target H100`
+    (one problem on one GPU).
+    """
     operator = _operator(op)
     try:
         problem = problem_of_words(operator, fields)
@@ -264,7 +280,10 @@ def diff(
     second: Annotated[str, typer.Argument(help='Another; default: "store".')] = "store",
     json: Json = False,
 ) -> None:
-    """Compare two sets of configurations: what only one has, and where they differ."""
+    """Compare two sets of configurations: what only one has, and where they differ.
+
+    Example: `fusedops cache diff team.json store` (what is stored here and not in the file, and the other way round).
+    """
     a, b = ({(i, e.op, e.key): e for i, e in each(_named(name))} for name in (first, second))
     rows: list[dict[str, Any]] = []
     for key in sorted({*a, *b}, key=lambda item: (item[0].key, *item[1:])):
@@ -309,7 +328,10 @@ def export_(
     op: Op = None,
     device: Device = None,
 ) -> None:
-    """Write what is stored to one file: to commit, to import elsewhere, or to name in FUSEDOPS_CONFIG_PATH."""
+    """Write what is stored to one file: to commit, to import elsewhere, or to name in FUSEDOPS_CONFIG_PATH.
+
+    Example: `fusedops cache export team.json --device H100` (of one kind of GPU).
+    """
     bundle = _selected(op, device)
     if not bundle:
         raise fail(f"nothing is stored that could be exported, in {store().folder}")
@@ -319,7 +341,10 @@ def export_(
 
 @cache.command("import")
 def import_(files: Annotated[list[Path], typer.Argument(help="Files that fusedops cache export wrote.")]) -> None:
-    """Add the entries of exported files to the store; of two for one problem the better stays."""
+    """Add the entries of exported files to the store; of two for one problem the better stays.
+
+    Example: `fusedops cache import team.json` (what someone else has exported).
+    """
     bundle: Bundle = []
     refused = 0
     read: list[Bundle] = []
@@ -361,7 +386,10 @@ def merge_(
     output: Annotated[Path, typer.Argument(help="The file to write.")],
     files: Annotated[list[Path], typer.Argument(help="Files that fusedops cache export wrote.")],
 ) -> None:
-    """Merge exported files into one; of two entries for one problem the better stays. The store is left alone."""
+    """Merge exported files into one; of two entries for one problem the better stays. The store is left alone.
+
+    Example: `fusedops cache merge all.json a.json b.json` (two machines' exports in one file).
+    """
     bundle = merge(*map(_read, files))
     _write(output, bundle)
     _count(bundle, f"written to {output}")
@@ -375,6 +403,8 @@ def verify(
     """Check the store, or exported files: that each can be read, and each entry serves its problem on its device.
 
     The exit code is 1 when something is wrong.
+
+    Example: `fusedops cache verify team.json` (before it is shared).
     """
     wrong: list[dict[str, Any]] = []
     if files:
@@ -422,7 +452,10 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: Json = False,
 ) -> None:
-    """Remove entries that are of no use any more: of other kernels or another Triton, or that nothing reads."""
+    """Remove entries that are of no use any more: of other kernels or another Triton, or that nothing reads.
+
+    Example: `fusedops cache prune --older-than 90d --dry-run` (says what would go, and removes nothing).
+    """
     age = None if older_than is None else timedelta(seconds=seconds(older_than))
     try:
         removed = store().prune(operators(), older_than=age, dry_run=dry_run)
@@ -445,7 +478,10 @@ def prune(
 
 @cache.command()
 def clear(op: Op = None, device: Device = None, yes: Yes = False) -> None:
-    """Remove everything that is stored, or what is stored of an operator or a GPU."""
+    """Remove everything that is stored, or what is stored of an operator or a GPU.
+
+    Example: `fusedops cache clear --device H100` (one kind of GPU).
+    """
     bundle = _selected(op, device)
     count = sum(1 for _ in each(bundle))
     if not yes:

@@ -70,6 +70,8 @@ def demo(
     A pretrained sentence encoder ranks sentences by similarity; a small GPT trains on the sources of Python's standard
     library. Both run before and after `fusedops.patch(model)`. The exit code is 1 when results differ by more than
     rounding explains.
+
+    Example: `fusedops demo --only gpt --steps 40` (the training alone, and a shorter one).
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are on the disk: nothing is to be asked for elsewhere
     device = _parse_device(_default_device()) if device is None else device

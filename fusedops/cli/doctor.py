@@ -32,6 +32,8 @@ def doctor(
 
     Where kernels would run, one small call of each operator is made and compared with torch's result.
     The exit code is 1 when something is wrong that would keep fusedops from working as it is set up.
+
+    Example: `fusedops doctor --json` (for a report of a fault).
     """
     found = examine()
     if json:

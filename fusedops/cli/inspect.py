@@ -70,6 +70,8 @@ def inspect(
     Registers, spills, shared memory, occupancy, the hot loop's instructions by kind, bytes moved, and an upper bound of
     the share of the peak with what limits it: of the forward's kernels and the backward's, in the default
     configuration. Exit code 1 where a kernel does not compile.
+
+    Example: `fusedops inspect norm rows=8192 width=4096 kind=rms --only forward -t H100` (one kernel on one GPU).
     """
     if not HAS_TRITON:
         raise fail("Triton is not installed: there is no compiler to ask")

@@ -66,6 +66,8 @@ def plan(
 
     With --batch or --sequence also how much less a training step keeps for its backward: traced on shapes, so that
     neither a GPU nor memory is needed; exit code 1 where there is no such estimate. Nothing is written or changed.
+
+    Example: `fusedops plan mypackage.models:build_model --batch 8 --sequence 2048` (build_model() returns the model).
     """
     from fusedops.patching.memory_estimate import DTYPES
 

@@ -22,6 +22,8 @@ def record(
     """Run a command with FUSEDOPS_AUTOTUNE=record, then say how many new problems were met.
 
     Every process that it starts records. Afterwards: `fusedops autotune --from FILE`. The exit code is the command's.
+
+    Example: `fusedops record -- python train.py --steps 2` (two steps, where the others are like them).
     """
     from fusedops.autotune.record import read_recorded
 

@@ -59,7 +59,12 @@ class PackedSequences:
         return [tokens[first:last] for first, last in itertools.pairwise(ends)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequences:
-        """On another device."""
+        """The same batch on another device.
+
+        Args:
+            device: a torch.device or its name.
+            non_blocking: copy without the host waiting, where the batch is in pinned memory.
+        """
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedSequences:

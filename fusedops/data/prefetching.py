@@ -49,15 +49,15 @@ def prefetch(loader: Iterable[_Batch], device: torch.device | str | int, depth: 
 
 
 class Prefetcher(Generic[_Batch]):
-    """What :func:`prefetch` returns.
+    """What :func:`prefetch` returns: an iterable of a loader's batches on a device, anew for each epoch.
 
-    Attributes:
-        loader: whose batches these are.
+    Args:
+        loader: whose batches these are; an attribute too, as the next two.
         device: where they arrive.
         depth: how many are under way ahead of the one in use.
 
     Raises:
-        TypeError: ``len`` of it, where the loader has no length.
+        TypeError, ValueError: as of :func:`prefetch`. ``len`` of it raises TypeError where the loader has no length.
 
     Examples:
         >>> import fusedops

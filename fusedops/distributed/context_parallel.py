@@ -105,11 +105,12 @@ def context_parallel_attention(
             first time that such a call is made; then all ranks raise); the message names it.
 
     Examples:
-        >>> import torch
+        >>> import torch, fusedops
         >>> from fusedops.distributed import context_parallel_attention
         >>> q = k = v = torch.randn(1, 4, 6, 32)  # on P ranks: of a sequence of 6 · P positions
-        >>> context_parallel_attention(q, k, v, order="zigzag", causal=True).shape
-        torch.Size([1, 4, 6, 32])
+        >>> out = context_parallel_attention(q, k, v, order="zigzag", causal=True)
+        >>> out.shape, torch.equal(out, fusedops.attention(q, k, v, causal=True))  # one rank has all of it
+        (torch.Size([1, 4, 6, 32]), True)
     """
     if torch.compiler.is_compiling():
         from fusedops.distributed.context_parallel_eager import run

@@ -321,6 +321,9 @@ def tensor_parallel_plan(
             :class:`SequenceParallelNorm`. The model's input must be sharded so.
         sequence_dim: the sequence's dimension.
 
+    Returns:
+        A style for each part, by its name: an ordinary dictionary, to be changed or added to.
+
     Raises:
         TypeError: ``module`` is no module.
         ValueError: it has no such parts.

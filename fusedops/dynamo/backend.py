@@ -75,6 +75,9 @@ def fuse(graph: GraphModule) -> Report:
     rest stays, and the report says why. The graph's nodes must have their fake tensors (``meta["example_value"]``), as
     torch.compile's have.
 
+    Args:
+        graph: of calls of torch's functions, as Dynamo hands it to a backend. It is changed.
+
     Returns:
         What was replaced and what was not; :func:`last_report` gives it again.
 
@@ -138,7 +141,10 @@ def _checkpointed(graph: GraphModule) -> Iterator[GraphModule]:
 
 
 def last_report() -> Report | None:
-    """What became of the graph that was compiled last; None: none was.
+    """What became of the graph that was compiled last.
+
+    Returns:
+        The report that :func:`fuse` made of it; None: no graph was compiled.
 
     Examples:
         >>> import torch

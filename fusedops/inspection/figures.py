@@ -82,6 +82,9 @@ def figures(compiled: Compiled, facts: DeviceFacts | None = None, memory_bound: 
         memory_bound: the bound is of the memory's bandwidth though there are matrix instructions, as in decoding; None:
             it is where there are none.
 
+    Returns:
+        Resources, occupancy, instructions, bytes and the bound.
+
     Raises:
         ToolError: one of NVIDIA's binary tools is missing or fails.
 
@@ -93,8 +96,8 @@ def figures(compiled: Compiled, facts: DeviceFacts | None = None, memory_bound: 
         >>> with fusedops.backend("triton"):
         ...     kernel = compile_launches("sm_90", lambda: fusedops.rms_norm(x, 4096))[0]
         >>> found = figures(kernel)
-        >>> found.spill_bytes, found.widths
-        (0, (128,))
+        >>> found.spill_bytes, found.widths, found.loaded == 4096 * 4  # a program loads a row
+        (0, (128,), True)
     """
     instructions, labels = code(compiled)
     loop = hot_loop(compiled, instructions, labels)

@@ -55,6 +55,9 @@ def occupancy(
         shared: bytes of shared memory (LDS) a block.
         tensor_columns: columns of tensor memory a block (sm_100).
 
+    Returns:
+        Blocks at once, their share of the warps, and what limits it.
+
     Raises:
         ValueError: ``target`` is unknown.
 
@@ -89,6 +92,25 @@ def occupancy(
 
 
 def occupancy_of(compiled: Compiled, facts: DeviceFacts) -> Occupancy:
-    """How many blocks of a compiled kernel a multiprocessor of a device holds."""
+    """How many blocks of a compiled kernel a multiprocessor of a device holds.
+
+    Args:
+        compiled: the kernel.
+        facts: of the device (:func:`fusedops.inspection.offline.target_facts`).
+
+    Returns:
+        Blocks at once, their share of the warps, and what limits it.
+
+    It raises nothing: an architecture without an entry has the figures of the nearest older one.
+
+    Examples:
+        >>> import torch, fusedops
+        >>> from fusedops.inspection.occupancy import occupancy_of
+        >>> from fusedops.inspection.offline import compile_launches, target_facts
+        >>> with fusedops.backend("triton"):
+        ...     kernel = compile_launches("sm_90", lambda: fusedops.rms_norm(torch.ones(4, 4096), 4096))[0]
+        >>> occupancy_of(kernel, target_facts("sm_90")).blocks >= 2
+        True
+    """
     columns = re.findall(r"tcgen05\.alloc\.[^;]*,\s*(\d+);", compiled.asm.get("ptx", ""))
     return occupancy(facts, compiled.num_warps, compiled.registers, compiled.shared, sum(map(int, columns)))

@@ -26,7 +26,13 @@ class CompilationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One captured ``kernel[grid](*args, **kwargs)``."""
+    """One captured ``kernel[grid](*args, **kwargs)``.
+
+    Attributes:
+        kernel: the ``triton.jit`` function.
+        args, kwargs: what it was called with, CPU tensors for pointers.
+        grid: how many programs, on each axis.
+    """
 
     kernel: Any
     args: tuple[Any, ...]
@@ -35,6 +41,7 @@ class Launch:
 
     @property
     def name(self) -> str:
+        """The kernel's name."""
         return self.kernel.fn.__name__
 
 
@@ -73,7 +80,22 @@ class Compiled:
 
 
 def target_facts(target: str | DeviceFacts) -> DeviceFacts:
-    """Facts of a target by name, or as they are; ValueError naming the known ones for another name."""
+    """Facts of a target by name.
+
+    Args:
+        target: a key of :data:`fusedops.runtime.device.TARGETS`, or facts, which are returned as they are.
+
+    Returns:
+        What kernels and launchers ask of a device: architecture, multiprocessors, shared memory and the like.
+
+    Raises:
+        ValueError: another name; the message has the known ones.
+
+    Examples:
+        >>> from fusedops.inspection.offline import target_facts
+        >>> target_facts("sm_90").capability, target_facts("gfx942").vendor, target_facts("gfx942").warp_size
+        (90, 'amd', 64)
+    """
     if isinstance(target, DeviceFacts):
         return target
     if target not in TARGETS:
@@ -96,6 +118,9 @@ def capture_launches(target: str | DeviceFacts) -> Iterator[list[Launch]]:
 
     Args:
         target: a key of :data:`fusedops.runtime.device.TARGETS`, or the facts of any device.
+
+    Yields:
+        list[Launch]: what this thread has launched, filled meanwhile.
 
     Raises:
         ValueError: ``target`` is unknown.
@@ -149,10 +174,29 @@ def compile_launch(launch: Launch, target: str | DeviceFacts) -> Compiled:
 
     Several threads may compile at once, and others launch kernels meanwhile.
 
+    Args:
+        launch: from :func:`capture_launches`, not necessarily under the same target.
+        target: a key of :data:`fusedops.runtime.device.TARGETS`, or the facts of any device.
+
+    Returns:
+        What the compiler made of it: machine code, registers, spills, shared memory.
+
     Raises:
         ValueError: ``target`` is unknown.
+        RuntimeError: Triton is missing, or interprets kernels in this process.
         CompilationError: the kernel does not compile.
         ToolError: a tool that reads the machine code is missing.
+
+    Examples:
+        >>> import torch, fusedops
+        >>> from fusedops.inspection.offline import capture_launches, compile_launch
+        >>> with fusedops.backend("triton"), capture_launches("sm_90") as launches:
+        ...     _ = fusedops.rms_norm(torch.ones(4, 64), 64)
+        >>> for target in ("sm_90", "gfx942"):
+        ...     compiled = compile_launch(launches[0], target)
+        ...     print(target, compiled.spill_bytes, "cubin" in compiled.asm, "amdgcn" in compiled.asm)
+        sm_90 0 True False
+        gfx942 0 False True
     """
     facts = target_facts(target)
     _check_triton()
@@ -182,7 +226,28 @@ def compile_launch(launch: Launch, target: str | DeviceFacts) -> Compiled:
 
 
 def compile_launches(target: str | DeviceFacts, call: Callable[[], object]) -> list[Compiled]:
-    """Compile every launch that ``call()`` makes; arguments and errors as of the two functions above."""
+    """Compile every launch that ``call()`` makes: :func:`capture_launches`, then :func:`compile_launch` of each.
+
+    Args:
+        target: a key of :data:`fusedops.runtime.device.TARGETS`, or the facts of any device.
+        call: launches kernels, on CPU tensors.
+
+    Returns:
+        The compiled kernels, in the order of their launches.
+
+    Raises:
+        ValueError, RuntimeError: as of :func:`capture_launches`.
+        CompilationError, ToolError: as of :func:`compile_launch`.
+
+    Examples:
+        >>> import torch, fusedops
+        >>> from fusedops.inspection.offline import compile_launches
+        >>> x = torch.ones(4, 64, requires_grad=True)
+        >>> with fusedops.backend("triton"):
+        ...     kernels = compile_launches("gfx942", lambda: fusedops.layer_norm(x, 64).sum().backward())
+        >>> [(kernel.target, kernel.spill_bytes) for kernel in kernels]
+        [('gfx942', 0), ('gfx942', 0)]
+    """
     with capture_launches(target) as launches:
         call()
     return [compile_launch(launch, target) for launch in launches]

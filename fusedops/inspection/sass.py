@@ -146,7 +146,27 @@ def serialised(compiled: Compiled) -> bool:
 
 
 def code(compiled: Compiled) -> tuple[list[Instruction], dict[str, int]]:
-    """A kernel's instructions, and for each label the index of the one that follows it; errors as of :func:`loops`."""
+    """A compiled kernel's instructions.
+
+    Args:
+        compiled: the kernel.
+
+    Returns:
+        The instructions in the code's order, and for each label the index of the one that follows it.
+
+    Raises:
+        ToolError: nvdisasm is missing or fails.
+
+    Examples:
+        >>> import torch, fusedops
+        >>> from fusedops.inspection.offline import compile_launches
+        >>> from fusedops.inspection.sass import code
+        >>> with fusedops.backend("triton"):
+        ...     kernel = compile_launches("sm_90", lambda: fusedops.rms_norm(torch.ones(4, 4096), 4096))[0]
+        >>> instructions, labels = code(kernel)
+        >>> {each.opcode for each in instructions} >= {"LDG", "STG", "MUFU"}  # loads, stores, a reciprocal square root
+        True
+    """
     if target_facts(compiled.target).vendor == "amd":
         return parse_amd(compiled.asm["amdgcn"])
     return parse_sass(disassembly("nvdisasm", "-c", cubin=compiled.asm["cubin"]))

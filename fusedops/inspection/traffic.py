@@ -40,15 +40,25 @@ class Traffic:
         return tuple(dict.fromkeys(a.argument for a in self.accesses if a.argument is not None))
 
     def loaded(self, argument: str | None = None, looped: bool | None = None) -> int:
-        """Bytes that one program loads: of one argument (None: of all), in loops or outside (None: both)."""
+        """Bytes that one program loads.
+
+        Args:
+            argument: from the memory of this one alone; None: of all.
+            looped: in loops (True) or outside of them (False) alone; None: both.
+        """
         return self._moved("load", argument, looped)
 
     def stored(self, argument: str | None = None, looped: bool | None = None) -> int:
-        """Bytes that one program stores; arguments as of :meth:`loaded`."""
+        """Bytes that one program stores; ``argument`` and ``looped`` as of :meth:`loaded`."""
         return self._moved("store", argument, looped)
 
     def widths(self, argument: str | None = None, kind: Kind | None = None) -> tuple[int, ...]:
-        """The widths in bits that occur, narrowest first; empty where there is no such access."""
+        """The widths of accesses that occur, in bits a thread, narrowest first; empty where there is no such access.
+
+        Args:
+            argument: of this one's memory alone; None: of all.
+            kind: ``"load"`` or ``"store"`` alone; None: both.
+        """
         return tuple(sorted({a.bits for a in self._chosen(kind, argument, None)}))
 
     def _moved(self, kind: Kind, argument: str | None, looped: bool | None) -> int:
@@ -62,6 +72,12 @@ class Traffic:
 
 def memory_traffic(compiled: Compiled) -> Traffic:
     """What one program of a compiled kernel loads and stores.
+
+    Args:
+        compiled: the kernel.
+
+    Returns:
+        Its accesses to global memory; bytes and widths by argument.
 
     Raises:
         ValueError: the kernel holds what is not counted here: copies by tensor descriptors, or calls of functions

@@ -118,11 +118,16 @@ LAYERS: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """What a mapping holds in place of a repository: a layer of this package."""
+    """What a mapping holds in place of a repository: a layer of this package.
+
+    Attributes:
+        layer_name: a key of :data:`LAYERS`.
+    """
 
     layer_name: str
 
     def load(self) -> type[nn.Module]:
+        """The layer's class, whose forward ``kernels`` takes."""
         return LAYERS[self.layer_name]
 
     def __str__(self) -> str:
@@ -136,6 +141,9 @@ def mapping(devices: Iterable[str] = DEVICES, layers: Iterable[str] | None = Non
         devices: kernels' names of device types. On others than ``cuda`` and ``rocm`` torch's operators compute.
         layers: which of :data:`LAYERS`; default: all. ``SwiGLUMLP`` stands for an MLP with silu and ``GeGLUMLP`` for
             one with tanh's GELU, whatever the layer that bears the name has.
+
+    Returns:
+        A :class:`Repository` for each layer's name and device type.
 
     Raises:
         ValueError: no such layer.
@@ -161,6 +169,14 @@ def register(devices: Iterable[str] = DEVICES, layers: Iterable[str] | None = No
 
     Args:
         devices, layers: as for :func:`mapping`.
+
+    Raises:
+        ValueError: no such layer.
+
+    Examples:
+        >>> import fusedops.integrations.kernels
+        >>> fusedops.integrations.kernels.register(layers=["RMSNorm"])
+        >>> model = kernels.kernelize(model, mode=kernels.Mode.TRAINING)  # doctest: +SKIP
     """
     kernels.register_kernel_mapping(mapping(devices, layers))
 
@@ -170,6 +186,12 @@ def use(devices: Iterable[str] = DEVICES, layers: Iterable[str] | None = None) -
 
     Args:
         devices, layers: as for :func:`mapping`.
+
+    Returns:
+        The context manager.
+
+    Raises:
+        ValueError: no such layer.
 
     Examples:
         >>> import kernels, torch

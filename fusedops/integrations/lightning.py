@@ -71,9 +71,14 @@ class FusedOps(*_callbacks()):  # type: ignore[misc]
     Attributes:
         reports: of each patching in the last run that replaced something.
 
+    Raises:
+        PatchError, TypeError, ValueError: when a run starts, as :func:`fusedops.patch`.
+
     Examples:
         >>> from fusedops.integrations.lightning import FusedOps
-        >>> FusedOps(unpatch=True).reports
+        >>> callback = FusedOps(unpatch=True, exclude="*.lm_head")
+        >>> trainer = Trainer(callbacks=[callback])  # doctest: +SKIP
+        >>> callback.reports  # nothing has run
         []
     """
 

@@ -57,27 +57,39 @@ def fused_attention(
     Args:
         module: the attention module: its ``is_causal`` counts where there is no mask, its ``sinks`` where there is no
             ``s_aux``.
-        query: (batch, heads, queries, size).
+        query: (batch, heads, queries, size); float32, float16 or bfloat16 (float64 on the torch backend).
         key, value: (batch, key heads, keys, size).
         attention_mask: what :func:`fused_mask` made; or a dense mask that broadcasts to (batch, heads, queries, keys),
-            bool (True: attend) or added to the scores. None: causal, query i sees keys up to i, if ``is_causal`` says
-            so and there is more than one query.
+            bool (True: attend) or floating (added to the scores). None: causal, query i sees keys up to i, if
+            ``is_causal`` says so and there is more than one query.
         dropout: probability that an attention weight is dropped.
         scaling: factor of the scores; None: 1/√size.
         is_causal: in place of the module's.
-        position_bias: added to the scores, broadcastable as the mask, with a gradient.
+        position_bias: broadcastable to (batch, heads, queries, keys), added to the scores, with a gradient.
         softcap: caps the scores: ``softcap · tanh(score / softcap)``.
         s_aux: (heads,), attention sinks, with a gradient.
         sliding_window: how many keys up to its own a query sees; heeded with ``cu_seq_lens_q`` alone, for everywhere
             else the mask has the window.
         cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), where packed sequences begin, and the end of the last one. Then
-            the batch is 1 and there is no mask but of packing. max_length_q, max_length_k: of the longest ones.
+            the batch is 1 and there is no mask but of packing.
+        max_length_q, max_length_k: at least the length of the longest of these.
 
     Returns:
         (batch, queries, heads, size), contiguous, and None in place of the weights.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it.
+
+    Examples:
+        A model made with the name calls it:
+
+        >>> import torch, transformers
+        >>> import fusedops.integrations.transformers
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+        >>> config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, attn_implementation="fusedops")
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> model(torch.arange(5)[None]).logits.shape
+        torch.Size([1, 5, 100])
     """
     if s_aux is None:
         s_aux = module._parameters.get("sinks")
@@ -147,6 +159,9 @@ class FusedOpsCallback(TrainerCallback):
 
     Attributes:
         report: of the last training that began; None before.
+
+    Raises:
+        PatchError, TypeError, ValueError: when training begins, as :func:`fusedops.patch`.
 
     Examples:
         >>> from fusedops.integrations.transformers import FusedOpsCallback

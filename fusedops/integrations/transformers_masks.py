@@ -177,10 +177,38 @@ def fused_mask(
 ) -> torch.Tensor | None:
     """The mask of ``attn_implementation="fusedops"``, with the arguments of transformers' ``sdpa_mask``.
 
+    Args:
+        batch_size: sequences.
+        q_length, kv_length: queries and keys of each.
+        q_offset, kv_offset: places of the first query and of the first key.
+        mask_function: ``mask_function(batch, head, query, key) -> bool``, of places; transformers' own are recognised.
+        attention_mask: (batch, keys), bool or integers: where there are tokens rather than padding; None: everywhere.
+        allow_is_causal_skip: causality alone may be left to the attention function: no mask.
+        allow_is_bidirectional_skip: so may a mask that hides nothing.
+        device: where the mask belongs.
+        **kwargs: handed to ``sdpa_mask``.
+
     Returns:
         None where every query sees every key, or is to be causal by its module's ``is_causal`` (as ``sdpa``'s masks); a
         :class:`StructuredMask` for padding with causality, windows, and packed sequences; else ``sdpa``'s dense mask:
         other mask functions, queries that stand at an unknown place of a static cache, compiled and traced models.
+
+    Raises:
+        Exception: what ``sdpa_mask`` raises, where it makes the mask.
+
+    Examples:
+        >>> import torch
+        >>> from fusedops.integrations.transformers import fused_mask
+        >>> print(fused_mask(2, 4, 4))  # causal: the attention function knows
+        None
+        >>> mask = fused_mask(2, 4, 4, attention_mask=torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]))
+        >>> mask.right, mask.shape  # causal, with padding; written out only when somebody reads it
+        (0, torch.Size([2, 1, 4, 4]))
+        >>> mask.dense()[1, 0].int()
+        tensor([[0, 0, 0, 0],
+                [0, 1, 0, 0],
+                [0, 1, 1, 0],
+                [0, 1, 1, 1]], dtype=torch.int32)
     """
     plain = type(q_offset) is int and type(kv_offset) is int and type(kv_length) is int
     whole = attention_mask is None or (type(attention_mask) is torch.Tensor and attention_mask.dim() == 2)

@@ -183,6 +183,10 @@ def linear(
         >>> weight, bias = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, -8.0])
         >>> fusedops.linear(torch.tensor([1.0, 1.0]), weight, bias, activation="relu", residual=torch.ones(2))
         tensor([4.5000, 1.0000])
+        >>> x = torch.randn(4, 3, 2)
+        >>> torchs = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
+        >>> torch.allclose(fusedops.linear(x, weight, bias, "gelu"), torchs, atol=1e-5)
+        True
     """
     mixed = check_linear("linear", input, weight, bias, activation)
     usual = residual is None and out_dtype is None and recompute is False and fuse_wgrad_accumulation is False

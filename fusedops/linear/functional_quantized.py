@@ -280,6 +280,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """A linear layer whose weight is kept as int8 or int4, for inference: ``activation(input @ W.T + bias)``.
 
+    ``W`` is what :func:`dequantize_weight` gives for ``weight`` and ``scales``, of :func:`quantize_weight`'s format.
     A quarter or a half of the weight's bytes are read, which is what a product with few rows takes its time for. The
     integers become numbers of the input's dtype in registers, which is exact; their products are summed in float32, and
     the scales multiply the sums of each group there, as do bias and activation; the result is rounded once. The weight
@@ -331,8 +332,9 @@ def quantize_weight(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weight of :func:`quantized_linear` that stands for a weight, and its scales. No gradient passes.
 
-    Symmetric, rounded to nearest: ``scale = max|w| / 127`` (int4: / 7) over a row or each group of it; 1 where all are
-    zero. A row or group that holds an infinity or NaN gets the scale NaN: its results are NaN.
+    Symmetric, rounded to nearest: ``scale = max|w| / 127`` (int4: / 7) over a row or each group of it, as the
+    group-wise quantisation of weights in Yao et al. 2022, "ZeroQuant"; 1 where all are zero. A row or group that holds
+    an infinity or NaN gets the scale NaN: its results are NaN.
 
     Args:
         weight: (out_features, in_features), float32, float16, bfloat16 or float64.
@@ -374,7 +376,7 @@ def dequantize_weight(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The weight that an int8 or int4 one stands for: q · scale.
+    """The weight that an int8 or int4 one stands for, q · scale: the way back from :func:`quantize_weight`.
 
     Args:
         weight, scales, group_size: as for :func:`quantized_linear`; the scales of any floating dtype.

@@ -57,26 +57,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         batch_first: whether the inputs are (batch, length, size) rather than (length, batch, size).
         device, dtype: of the parameters.
 
-    ``forward(query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True,
-    is_causal=False)``:
-
-    * query (L, N, embed_dim), key (S, N, kdim), value (S, N, vdim), or batch first; (L, embed_dim), (S, kdim),
-      (S, vdim) without a batch. float32, float16 or bfloat16 (float64 on the torch backend), any strides. Where inputs
-      are the same object, their projections are one product. All three may be nested tensors (batch, any length,
-      size), of either layout, without masks. They are not padded, but where weights or added keys are asked for.
-    * key_padding_mask (N, S), or (S,) without a batch. bool: True where a key is *not* seen, the opposite of
-      :func:`fusedops.attention`. Floating: added to the scores.
-    * attn_mask (L, S) or (N · num_heads, L, S), likewise; a floating one may require a gradient.
-    * need_weights: return the attention weights too.
-    * average_attn_weights: average them over the heads.
-    * is_causal: says that ``attn_mask``, which must be given, lets query i see keys j ≤ i and no others. Without a
-      key_padding_mask and weights it is then not read.
-
-    Returns:
-        output: shape of ``query``, the dtype of torch's module.
-        weights: None without ``need_weights``; else (N, L, S + added keys), or (N, num_heads, L, S + added keys) where
-            they are not averaged, without the N where there is no batch. They are what multiplies the values: after
-            dropout. Of nested tensors, L and S are the longest lengths, and what is past a sequence's end is 0.
+    Shapes and dtypes of inputs, masks and results: :meth:`forward`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
@@ -133,6 +114,36 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Project, attend in each head, and project back.
+
+        L is the number of queries, S that of keys, N the batch. Where inputs are the same object, their projections are
+        one product. All three may be nested tensors (batch, any length, size), of either layout, without masks. They
+        are not padded, but where weights or added keys are asked for.
+
+        Args:
+            query: (L, N, embed_dim); (N, L, embed_dim) with ``batch_first``; (L, embed_dim) without a batch. float32,
+                float16 or bfloat16 (float64 on the torch backend), any strides.
+            key: (S, N, kdim), likewise.
+            value: (S, N, vdim), likewise.
+            key_padding_mask: (N, S), or (S,) without a batch. bool: True where a key is *not* seen, the opposite of
+                :func:`fusedops.attention`. Floating: added to the scores.
+            need_weights: return the attention weights too.
+            attn_mask: (L, S) or (N · num_heads, L, S), bool or floating as ``key_padding_mask``; a floating one may
+                require a gradient.
+            average_attn_weights: average the weights over the heads.
+            is_causal: says that ``attn_mask``, which must be given, lets query i see keys j ≤ i and no others. Without
+                a ``key_padding_mask`` and weights it is then not read.
+
+        Returns:
+            output: shape of ``query``, the dtype of torch's module.
+            weights: None without ``need_weights``; else (N, L, S + added keys), or (N, num_heads, L, S + added keys)
+                where they are not averaged, without the N where there is no batch. They are what multiplies the values:
+                after dropout. Of nested tensors, L and S are the longest lengths, and what is past a sequence's end is
+                0.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
+        """
         if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
             return self._forward_nested(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

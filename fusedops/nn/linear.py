@@ -26,8 +26,6 @@ class Linear(torch.nn.Linear):
         dropout: probability that an element of the result is dropped, in training mode only.
         recompute, fuse_wgrad_accumulation: as for :func:`fusedops.linear`.
 
-    ``forward(input, residual=None)``: the residual is added last.
-
     Shapes and dtypes as of :func:`fusedops.linear`.
 
     Raises:
@@ -36,8 +34,9 @@ class Linear(torch.nn.Linear):
     Examples:
         >>> import torch, fusedops
         >>> layer = fusedops.nn.Linear(8, 32, activation="gelu")
-        >>> layer(torch.randn(2, 8)).shape
-        torch.Size([2, 32])
+        >>> x, residual = torch.randn(2, 8), torch.randn(2, 32)
+        >>> layer(x, residual).shape, list(layer.state_dict())
+        (torch.Size([2, 32]), ['weight', 'bias'])
     """
 
     def __init__(
@@ -65,6 +64,15 @@ class Linear(torch.nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``dropout(activation(input @ weight.T + bias)) + residual``.
+
+        Args:
+            input: (..., in_features).
+            residual: (..., out_features), or None.
+
+        Returns:
+            (..., out_features).
+        """
         return linear(
             input, self.weight, self.bias, self.activation, residual=residual,
             dropout_p=self.dropout if self.training else 0.0, recompute=self.recompute,
@@ -186,6 +194,11 @@ class LayerNormLinear(_NormFirst):
         _reset_linear(self.weight, self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``activation(norm(input) @ weight.T + bias)``, (..., out_features).
+
+        Args:
+            input: (..., in_features).
+        """
         return self._norm_linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -258,6 +271,11 @@ class LayerNormMLP(_NormFirst):
         _reset_linear(self.fc2_weight, self.fc2_bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``activation(norm(input) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``, of the input's shape.
+
+        Args:
+            input: (..., hidden_size).
+        """
         hidden = self._norm_linear(input, self.fc1_weight, self.fc1_bias)
         return linear(hidden, self.fc2_weight, self.fc2_bias)
 

@@ -143,6 +143,11 @@ class GatedLinear(_Gated):
         self.out_features = out_features
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``activation(gate_proj(input)) * up_proj(input)``, (..., out_features).
+
+        Args:
+            input: (..., in_features).
+        """
         return self._gated_linear(input)
 
     def extra_repr(self) -> str:
@@ -165,6 +170,8 @@ class GatedMLP(_Gated):
         activation: of the gate, as for :class:`GatedLinear`.
         packed: keep the first two layers in one, the gate's rows first.
         device, dtype: of the parameters, which begin as those of :class:`torch.nn.Linear`.
+
+    Shapes and dtypes as of :func:`fusedops.gated_linear` and, behind it, :func:`fusedops.linear`.
 
     Raises:
         TypeError, ValueError: ``activation`` is not one that :func:`fusedops.linear` takes.
@@ -199,6 +206,11 @@ class GatedMLP(_Gated):
         self.down_proj = torch.nn.Linear(hidden_features, self.out_features, bias, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``down_proj(activation(gate_proj(input)) * up_proj(input))``, (..., out_features).
+
+        Args:
+            input: (..., in_features).
+        """
         return _linear(self._gated_linear(input), self.down_proj, None, 0.0)
 
     def extra_repr(self) -> str:
@@ -221,6 +233,8 @@ class MLP(torch.nn.Module):
         dropout: probability that an element is dropped, after the activation and after the second layer, in training
             mode only.
         device, dtype: of the parameters, which begin as those of :class:`torch.nn.Linear`.
+
+    Shapes and dtypes as of :func:`fusedops.linear`.
 
     Raises:
         TypeError, ValueError: ``activation`` is not one that :func:`fusedops.linear` takes, or ``dropout`` is no
@@ -265,6 +279,11 @@ class MLP(torch.nn.Module):
         self.fc2 = torch.nn.Linear(hidden_features, self.out_features, bias, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``dropout(fc2(dropout(activation(fc1(input)))))``, (..., out_features).
+
+        Args:
+            input: (..., in_features).
+        """
         dropout_p = self.dropout if self.training else 0.0
         hidden = _linear(input, self.fc1, self.activation, dropout_p)
         if dropout_p and sharded(hidden):

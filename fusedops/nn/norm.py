@@ -28,12 +28,19 @@ class LayerNorm(torch.nn.LayerNorm):
 
     Examples:
         >>> import torch, fusedops
-        >>> norm = fusedops.nn.LayerNorm(8)
-        >>> norm(torch.randn(2, 8)).shape
-        torch.Size([2, 8])
+        >>> norm, torchs, x = fusedops.nn.LayerNorm(8), torch.nn.LayerNorm(8), torch.randn(2, 8)
+        >>> norm.load_state_dict(torchs.state_dict())
+        <All keys matched successfully>
+        >>> torch.allclose(norm(x), torchs(x), atol=1e-6)
+        True
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``(x - mean) / sqrt(var + eps) * weight + bias``, of the input's shape.
+
+        Args:
+            input: (*, *normalized_shape).
+        """
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -54,9 +61,12 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Examples:
         >>> import torch, fusedops
-        >>> norm = fusedops.nn.RMSNorm(8)
-        >>> norm(torch.randn(2, 8)).shape
-        torch.Size([2, 8])
+        >>> norm, gemma = fusedops.nn.RMSNorm(8), fusedops.nn.RMSNorm(8, weight_offset=1.0)
+        >>> norm.weight[0].item(), gemma.weight[0].item()  # each multiplies by one
+        (1.0, 0.0)
+        >>> x = torch.randn(2, 8)
+        >>> torch.equal(norm(x), gemma(x))
+        True
     """
 
     weight_offset: float = 0.0
@@ -82,6 +92,11 @@ class RMSNorm(torch.nn.RMSNorm):
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x / sqrt(mean(x²) + eps) * (weight + weight_offset)``, of the input's shape.
+
+        Args:
+            x: (*, *normalized_shape).
+        """
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset)
 
     def extra_repr(self) -> str:
@@ -129,6 +144,15 @@ class AddLayerNorm(LayerNorm):
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the sum, and the sum: ``residual_out = dropout(input) + residual``.
+
+        Args:
+            input: (*, *normalized_shape), what the sublayer gave.
+            residual: the shape of ``input``, the stream it is added to.
+
+        Returns:
+            ``(output, residual_out)``, both of the input's shape.
+        """
         dropout_p = self.dropout if self.training else 0.0
         return add_layer_norm(
             input, residual, self.normalized_shape, self.weight, self.bias, self.eps, dropout_p=dropout_p
@@ -177,6 +201,15 @@ class AddRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the sum, and the sum: ``residual_out = dropout(input) + residual``.
+
+        Args:
+            input: (*, *normalized_shape), what the sublayer gave.
+            residual: the shape of ``input``, the stream it is added to.
+
+        Returns:
+            ``(output, residual_out)``, both of the input's shape.
+        """
         return add_rms_norm(
             input,
             residual,
@@ -200,6 +233,7 @@ class GroupNorm(torch.nn.GroupNorm):
         eps: added to the variance.
         affine: with a weight, initially ones, and a bias, initially zeros, one element a channel.
         device, dtype: of the parameters.
+        bias: False: without the bias, where torch's class takes this argument.
 
     Shapes and dtypes as of :func:`fusedops.group_norm`.
 
@@ -209,9 +243,17 @@ class GroupNorm(torch.nn.GroupNorm):
     Examples:
         >>> import torch, fusedops
         >>> norm = fusedops.nn.GroupNorm(2, 8)
-        >>> norm(torch.randn(2, 8, 5, 5)).shape
-        torch.Size([2, 8, 5, 5])
+        >>> images = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)
+        >>> norm(images).is_contiguous(memory_format=torch.channels_last)
+        True
+        >>> torch.allclose(norm(images), torch.nn.functional.group_norm(images, 2), atol=1e-5)
+        True
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``(x - mean) / sqrt(var + eps) * weight + bias`` in each group of channels, of the input's shape.
+
+        Args:
+            input: (N, num_channels, *).
+        """
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)

@@ -65,12 +65,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         bias: whether linear layers, projections and norms have biases.
         device, dtype: of the parameters.
 
-    ``forward(src, src_mask=None, src_key_padding_mask=None, is_causal=False)``: src (L, N, d_model), batch first
-    (N, L, d_model), without a batch (L, d_model), or nested; masks as ``attn_mask``, ``key_padding_mask`` and
-    ``is_causal`` of :class:`MultiheadAttention`.
-
-    Returns:
-        Shape of ``src``, the dtype of torch's layer.
+    Shapes and dtypes of input, masks and result: :meth:`forward`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
@@ -125,6 +120,21 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
+        """Attention and the two linear layers, each with its residual sum and norm.
+
+        Args:
+            src: (L, N, d_model); (N, L, d_model) with ``batch_first``; (L, d_model) without a batch; or nested.
+                float32, float16 or bfloat16 (float64 on the torch backend), any strides.
+            src_mask: (L, L) or (N · nhead, L, L), as ``attn_mask`` of :meth:`MultiheadAttention.forward`.
+            src_key_padding_mask: (N, L), or (L,) without a batch, as ``key_padding_mask`` there.
+            is_causal: as there.
+
+        Returns:
+            Shape of ``src``, the dtype of torch's layer.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
+        """
         name = type(self).__name__
         nested = isinstance(src, torch.Tensor) and src.is_nested
         if not nested and isinstance(self.self_attn, torch.nn.MultiheadAttention):

@@ -245,6 +245,9 @@ def layer_norm(
         >>> import torch, fusedops
         >>> fusedops.layer_norm(torch.tensor([[1.0, 3.0]]), 2).round(decimals=3)
         tensor([[-1.,  1.]])
+        >>> x, weight = torch.randn(4, 8, dtype=torch.float16), torch.ones(8)  # 16-bit activations, float32 weights
+        >>> fusedops.layer_norm(x, 8, weight).dtype
+        torch.float16
     """
     shape = _check_layer_norm(input, normalized_shape, weight, bias, eps, out_dtype=out_dtype, recompute=recompute)
     if (
@@ -293,6 +296,10 @@ def rms_norm(
         >>> import torch, fusedops
         >>> fusedops.rms_norm(torch.tensor([[3.0, 4.0]]), 2).round(decimals=3)
         tensor([[0.8490, 1.1310]])
+        >>> x, weight = torch.randn(4, 8), torch.randn(8)
+        >>> gemma = fusedops.rms_norm(x, 8, weight - 1, eps=1e-6, weight_offset=1.0)
+        >>> torch.allclose(gemma, torch.nn.functional.rms_norm(x, (8,), weight, 1e-6), atol=1e-5)
+        True
     """
     shape = _check_rms_norm(
         input, normalized_shape, weight, eps, weight_offset=weight_offset, out_dtype=out_dtype, recompute=recompute
@@ -325,8 +332,9 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout, residual sum and layer normalisation in one pass over memory.
 
-    ``residual_out = dropout(input) + residual`` and ``output = layer_norm(residual_out)``: what a transformer block
-    does between two sublayers. The gradients of both results are honoured, and come back in one pass as well.
+    ``residual_out = dropout(input) + residual`` and ``output = layer_norm(residual_out)``, as :func:`layer_norm`: what
+    a transformer block does between two sublayers. The gradients of both results are honoured, and come back in one
+    pass as well.
 
     Args:
         input: (*, *normalized_shape), what the sublayer gave; float32, float16 or bfloat16 (float64 on the torch
@@ -351,6 +359,9 @@ def add_layer_norm(
         >>> output, stream = fusedops.add_layer_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 2.0]]), 2)
         >>> output.round(decimals=3), stream
         (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
+        >>> x, stream = torch.randn(4, 8, dtype=torch.float16), torch.randn(4, 8)  # a float32 stream stays float32
+        >>> [result.dtype for result in fusedops.add_layer_norm(x, stream, 8)]
+        [torch.float16, torch.float32]
     """
     shape = _check_add_layer_norm(
         input, residual, normalized_shape, weight, bias, eps,
@@ -386,7 +397,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout, residual sum and root-mean-square normalisation in one pass over memory.
 
-    ``residual_out = dropout(input) + residual`` and ``output = rms_norm(residual_out)``, as :func:`add_layer_norm`.
+    ``residual_out = dropout(input) + residual`` and ``output = rms_norm(residual_out)``, as :func:`rms_norm`. The
+    gradients of both results are honoured, and come back in one pass as well.
 
     Args:
         input, residual, dropout_p, out_dtype, recompute: as for :func:`add_layer_norm`.
@@ -453,6 +465,9 @@ def l2_norm(
         >>> import torch, fusedops
         >>> fusedops.l2_norm(torch.tensor([[3.0, 4.0]]))
         tensor([[0.6000, 0.8000]])
+        >>> fusedops.l2_norm(torch.tensor([[3.0, 0.0], [4.0, 0.0]]), dim=0)
+        tensor([[0.6000, 0.0000],
+                [0.8000, 0.0000]])
     """
     dim = _check_l2_norm(input, dim, eps, out_dtype=out_dtype)
     if (
@@ -507,6 +522,9 @@ def group_norm(
         >>> import torch, fusedops
         >>> fusedops.group_norm(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), 2).round(decimals=3)
         tensor([[-1.,  1., -1.,  1.]])
+        >>> images = torch.randn(2, 8, 5, 5)
+        >>> torch.allclose(fusedops.group_norm(images, 4), torch.nn.functional.group_norm(images, 4), atol=1e-5)
+        True
     """
     _check_group_norm(input, num_groups, weight, bias, eps, out_dtype=out_dtype)
     if (

@@ -159,6 +159,9 @@ def memory_report(model: nn.Module, inputs: Any, *, patch: bool = True) -> Memor
             kwargs)`` (a tuple of a tuple and a mapping), or one tensor.
         patch: also measure what :func:`fusedops.patch` would make of a model that is not patched.
 
+    Returns:
+        The bytes in all and by module, unpatched and patched; print it.
+
     Raises:
         TypeError: ``model`` is not a torch.nn.Module, or ``inputs`` is none of the above.
         ValueError: nothing in the outputs requires a gradient, so that nothing is kept: all parameters are frozen, or

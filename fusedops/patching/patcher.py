@@ -40,6 +40,9 @@ def plan(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None
         model: any torch.nn.Module.
         include, exclude: as for :func:`patch`.
 
+    Returns:
+        The report that :func:`patch` would return; print it.
+
     Raises:
         TypeError: ``model`` is not a torch.nn.Module, or a pattern is not a string.
         ValueError: a pattern fits no module of the model.
@@ -156,6 +159,9 @@ def patched(
 
     Args:
         model, strict, check, include, exclude: as for :func:`patch`.
+
+    Yields:
+        PatchReport: as :func:`patch` returns it.
 
     Raises:
         PatchError: as :func:`patch` and, at the end, as :func:`unpatch`: a module was given another class meanwhile.

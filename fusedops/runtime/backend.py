@@ -75,8 +75,11 @@ class backend:  # noqa: N801 (a context manager, used like a function)
 
     Examples:
         >>> import torch, fusedops
+        >>> x = torch.ones(2, 8)
         >>> with fusedops.backend("torch"):
-        ...     y = fusedops.layer_norm(torch.ones(2, 8), 8)
+        ...     y = fusedops.layer_norm(x, 8)
+        ...     print(fusedops.explain(fusedops.layer_norm, x, 8).backend)
+        torch
     """
 
     def __init__(self, name: Backend) -> None:
@@ -330,14 +333,19 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         function: a public fusedops function, such as ``fusedops.layer_norm``.
         *args, **kwargs: what it would be called with.
 
+    Returns:
+        An object with ``backend`` ("triton" or "torch"), ``reasons`` (every one against Triton, a tuple of texts),
+        ``mode`` (what was asked for) and ``function`` (its name); print it.
+
     Raises:
         TypeError: ``function`` is not a public fusedops function, or the arguments are wrong for it.
         ValueError: the arguments are wrong for it.
 
     Examples:
         >>> import torch, fusedops
-        >>> print(fusedops.explain(fusedops.rms_norm, torch.ones(4, 8, dtype=torch.float64), 8).backend)
-        torch
+        >>> found = fusedops.explain(fusedops.rms_norm, torch.ones(4, 8, dtype=torch.float64), 8)
+        >>> found.backend, any("float64" in reason for reason in found.reasons)
+        ('torch', True)
     """
     listed = getattr(function, "__fusedops_reasons__", None)
     if listed is None:
