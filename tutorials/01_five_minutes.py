@@ -27,13 +27,13 @@ import warnings
 
 import matplotlib.pyplot as plt
 import torch
+
+warnings.filterwarnings("ignore", message="IProgress")  # of a progress bar that nothing here shows
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedops
 
-warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-transformers.logging.set_verbosity_error()
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
