@@ -419,7 +419,7 @@ def dot_product_attention(
     """
     if transformed():
         return _formula(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
-    differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, mask))
     if q.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         differentiated = False
     float_mask = mask is not None and mask.is_floating_point()

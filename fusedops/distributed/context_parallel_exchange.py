@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 from fusedops.distributed.context_parallel_plan import Order
 
+# torch 2.13 gave it another name, and warns of the old one. None: torch was built without torch.distributed.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
 
 class Exchange(torch.autograd.Function):
     """(ranks, …): part p goes to rank p, and comes back as part ``rank`` of its result. It is its own transpose."""
@@ -37,9 +40,7 @@ class Gather(torch.autograd.Function):
         sent = shard.contiguous()
         gathered = sent.new_empty((dist.get_world_size(group), *sent.shape))
         if sent.numel():
-            dist.all_gather_into_tensor(
-                gathered.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=group
-            )
+            _all_gather(gathered.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=group)
         return gathered
 
     @staticmethod

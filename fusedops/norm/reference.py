@@ -154,7 +154,9 @@ def torch_norm(
     if out_dtype is None or out_dtype == output_dtype(input):
         if kind == "layer":
             # torch.layer_norm is what F.layer_norm calls, without the cost of its wrapper.
-            if _torch_takes(input, weight, bias) and not _loses_gradients(input, weight, bias):
+            # The backward of its layer_norm fails at a float32 bias without a weight.
+            mixed = weight is None and bias is not None and bias.dtype != input.dtype
+            if not mixed and _torch_takes(input, weight, bias) and not _loses_gradients(input, weight, bias):
                 return torch.layer_norm(input, normalized_shape, weight, bias, eps)
         elif kind == "rms" and weight_offset == 0.0 and (weight is None or weight.dtype == input.dtype):
             return torch.rms_norm(input, normalized_shape, weight, eps)

@@ -196,6 +196,15 @@ def _all_device_reasons(device: torch.device, dtypes: tuple[torch.dtype, ...]) -
     return reasons
 
 
+def _interpreted_too_late() -> bool:
+    """Whether Triton's own functions were made for a compiler, which a kernel that is interpreted cannot call."""
+    if not HAS_TRITON:
+        return False
+    import triton.language
+
+    return type(triton.language.sum).__name__ == "JITFunction"
+
+
 def _device_reasons(kind: str, index: int | None) -> tuple[str, ...]:
     reasons = []
     if not HAS_TRITON and not launches_nothing():
@@ -204,6 +213,10 @@ def _device_reasons(kind: str, index: int | None) -> tuple[str, ...]:
         # Offline compilation pretends that CPU tensors lie on a GPU; their launches are written down, not run.
         if not SETTINGS.interpret and device_facts(torch.device(kind)).vendor == "interpreter":
             reasons.append("the tensors are on the CPU (TRITON_INTERPRET=1 runs the kernels there, slowly)")
+        elif SETTINGS.interpret and not launches_nothing() and _interpreted_too_late():
+            reasons.append(
+                "TRITON_INTERPRET=1 was set after Triton had been imported (by transformers, for one): set it before"
+            )
     elif kind != "cuda":
         reasons.append(f"device type {kind!r}: the kernels run on CUDA and ROCm devices")
     elif SETTINGS.interpret:

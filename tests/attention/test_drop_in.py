@@ -118,3 +118,13 @@ def test_attention_on_the_torch_backend_is_torchs_operator(kind, causal):
         expected = F.scaled_dot_product_attention(q, k, v, mask.masked_fill(~seen, float("-inf")))
     with fusedops.backend("torch"):
         assert torch.equal(fusedops.attention(q, k, v, attn_mask=mask, causal=causal), expected)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 4), (0, 0), (0, 4), (3, 0)])
+def test_a_mask_alone_has_a_gradient(runner, queries, keys):
+    q = torch.randn(1, 2, queries, 8, device=runner.device)
+    k = torch.randn(1, 2, keys, 8, device=runner.device)
+    mask = torch.randn(queries, keys, device=runner.device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(fusedops.scaled_dot_product_attention(q, k, k, mask).sum(), mask)
+    assert gradient.shape == mask.shape
+    assert gradient.any() == (mask.numel() > 0)

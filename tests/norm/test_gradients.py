@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+import fusedops
 from tests.harness.tensors import randn
 from tests.norm.problems import NORMS
 
@@ -93,3 +94,14 @@ def test_second_derivative_on_the_torch_backend(norm):
     x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
     with fusedops.backend("torch"):
         assert torch.autograd.gradgradcheck(lambda t: norm.fused(t, (5,), None, None), (x,))
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["layer_norm", "add_layer_norm"])
+def test_a_float32_bias_without_a_weight(runner, adds):
+    """torch's own backward fails at it."""
+    x = randn(3, 8, dtype=torch.float16, device=runner.device, requires_grad=True)
+    bias = randn(8, device=runner.device, requires_grad=True)
+    y = fusedops.add_layer_norm(x, x, 8, None, bias)[0] if adds else fusedops.layer_norm(x, 8, None, bias)
+    y.float().sum().backward()
+    assert y.dtype == x.grad.dtype == torch.float16
+    torch.testing.assert_close(bias.grad, torch.full_like(bias, 3.0))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -115,3 +119,21 @@ def test_contexts_that_overlap_in_two_threads_leave_nothing_behind():
     thread.join()
     assert module._traced_mode == "auto"
     assert module.backend_mode() == "auto"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_an_interpreter_that_was_asked_for_too_late():
+    """Triton's own functions are then for its compiler: torch serves, and the reason is told."""
+    code = """
+import os
+import triton.language
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, fusedops
+x = torch.randn(2, 8)
+print(fusedops.explain(fusedops.rms_norm, x, 8))
+print(fusedops.rms_norm(x, 8).shape)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "was set after Triton had been imported" in done.stdout
+    assert "torch.Size([2, 8])" in done.stdout
