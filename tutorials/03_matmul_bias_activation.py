@@ -73,6 +73,7 @@ for name, color in (("A100", ORANGE), ("H100", GREEN)):
     right.axhline(gpu.half / gpu.cache_bandwidth, ls=":", color=color, label=f"{name}: its level-2 cache (estimate)")
 right.set(xlabel="side of the tile", ylabel="operations for each byte loaded, 16 bits", xscale="log", yscale="log")
 right.set_xticks(sides, sides)
+right.minorticks_off()
 right.legend(frameon=False, fontsize=7, loc="lower right")
 fig.tight_layout()
 plt.show()
