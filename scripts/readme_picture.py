@@ -2,7 +2,7 @@
 
     python scripts/readme_picture.py [--output FILE.png]
 
-Two layers of each model at a width of 1,024, random weights, bfloat16, 2 x 512 tokens, by ``fusedops.memory_report``: on a
+Two layers of each model at a width of 1,024, random weights, bfloat16, 2 x 512 tokens, by fusedops.memory_report: on a
 CPU it counts what a GPU keeps. Needs transformers and matplotlib. Prints the numbers.
 """
 

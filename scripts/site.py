@@ -1,4 +1,4 @@
-"""The documentation site's hooks (``mkdocs.yml``): pages that lie elsewhere, and links that work in both places.
+"""The documentation site's hooks (``mkdocs.yml``): pages that lie elsewhere, notebooks, links that work in both places.
 
 Pages are written for a reader of the repository: links are relative files, and the README, the changelog, the guide for
 contributors, the benchmarks' page and the notebooks lie where such files are looked for. The site shows the same files.
@@ -13,14 +13,17 @@ import posixpath
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import latex2mathml.converter
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = logging.getLogger("mkdocs.hooks.site")
@@ -32,21 +35,37 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "benchmarks.md": "benchmarks/README.md",
     "tutorials/index.md": "tutorials/README.md",
-    **{f"tutorials/{path.name}": f"tutorials/{path.name}" for path in sorted((ROOT / "tutorials").glob("*.ipynb"))},
 }
-PAGES = {file: page for page, file in ELSEWHERE.items()}
+NOTEBOOKS = {
+    f"tutorials/{path.stem}.md": f"tutorials/{path.name}" for path in sorted((ROOT / "tutorials").glob("*.ipynb"))
+}
+PAGES = {file: page for page, file in (ELSEWHERE | NOTEBOOKS).items()}
 
 # A link or picture outside of code: [text](target) or [text](target "title").
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)((?:\s+\"[^\"]*\")?)\)")
-_CODE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$|(`+)[^`].*?(?<!`)\3(?!`)", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$|^(?: {4}[^\n]*\n|\n(?= {4}))+", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that lie elsewhere."""
     for page, file in ELSEWHERE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / file)))
+    for page, file in NOTEBOOKS.items():
+        for name, content in notebook(page, ROOT / file).items():
+            files.append(File.generated(config, name, content=content))
     files.append(File.generated(config, "api/command.md", content=command_page()))
     return files
+
+
+def notebook(page: str, path: Path) -> dict[str, str | bytes]:
+    """A notebook's page in Markdown, and its pictures, by their place in the site."""
+    text, resources = MarkdownExporter().from_filename(str(path))
+    stem = path.stem
+    pictures = {f"tutorials/{stem}_{name}": content for name, content in resources["outputs"].items()}
+    for name in resources["outputs"]:
+        text = text.replace(f"![png]({name})", f"![]({stem}_{name})")
+    heading, _, rest = text.strip().partition("\n")
+    return {page: f"{heading}\n\n*This is `tutorials/{path.name}` with its outputs.*\n{rest}", **pictures}
 
 
 def command_page() -> str:
@@ -60,8 +79,33 @@ def command_page() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links into the site's."""
-    return rewritten(markdown, page.file.src_uri)
+    """Turn links into the site's, and take formulas aside, which Markdown would read as its own."""
+    place = page.file.src_uri
+    text = rewritten(markdown, place)
+    return _aside(text, place) if place in NOTEBOOKS else text
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put formulas back, as MathML: browsers show it without a script from another host."""
+    for mark, formula in _formulas.pop(page.file.src_uri, {}).items():
+        html = html.replace(mark, formula)
+    return html
+
+
+_formulas: dict[str, dict[str, str]] = {}
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\w$\\`])\$(?![\s`])([^$\n]+?)(?<!\s)\$(?![\w`])", re.DOTALL)
+
+
+def _aside(text: str, page: str) -> str:
+    kept = _formulas.setdefault(page, {})
+
+    def mark(found: re.Match[str]) -> str:
+        name = f"FORMULA{len(kept)}OF"
+        display = "block" if found[1] else "inline"
+        kept[name] = latex2mathml.converter.convert(" ".join((found[1] or found[2]).split()), display=display)
+        return name
+
+    return _outside_code(text, lambda part: _FORMULA.sub(mark, part))
 
 
 def rewritten(markdown: str, page: str) -> str:
@@ -71,24 +115,25 @@ def rewritten(markdown: str, page: str) -> str:
         markdown: as the repository has it, or a cell of a notebook.
         page: the page's place in the site, as ``api/norm.md``.
     """
-    here = posixpath.dirname(ELSEWHERE.get(page, f"docs/{page}"))
+    here = posixpath.dirname((ELSEWHERE | NOTEBOOKS).get(page, f"docs/{page}"))
 
-    def outside_code(text: str) -> str:
-        return _LINK.sub(lambda found: _link(found, here, page), text)
+    return _outside_code(markdown, lambda text: _LINK.sub(lambda found: _link(found, here, page), text))
 
+
+def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
+    """The text with everything changed but its blocks of code."""
     parts, end = [], 0
     for code in _CODE.finditer(markdown):
-        # Code within a link's text stays part of the link: only code that begins a part of its own is left out.
-        if code[0].lstrip().startswith(("```", "~~~")):
-            parts += [outside_code(markdown[end : code.start()]), code[0]]
-            end = code.end()
-    return "".join([*parts, outside_code(markdown[end:])])
+        parts += [change(markdown[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*parts, change(markdown[end:])])
 
 
 def _link(found: re.Match[str], here: str, page: str) -> str:
     picture, text, target, title = found.groups()
     url = urlsplit(target)
-    if url.scheme or url.netloc or not url.path:
+    made = picture and page in NOTEBOOKS and target.startswith(f"{Path(page).stem}_")  # a notebook's own
+    if url.scheme or url.netloc or not url.path or made:
         return found[0]
     file = posixpath.normpath(posixpath.join(here, url.path))
     place = PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)

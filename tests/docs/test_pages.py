@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,7 +99,10 @@ def test_the_page_knows_every_warning_and_error_class():
 
 # --- the site's links ------------------------------------------------------------------------------------------------
 
-mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
+mkdocs = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "nbconvert", "latex2mathml")),
+    reason="the documentation's packages are not installed (pip install '.[docs]')",
+)
 
 
 @mkdocs
@@ -126,3 +130,30 @@ def test_a_link_to_nothing_is_a_warning(caplog):
 
     site.rewritten("[a](../no/such.py)", "norm.md")
     assert "there is no file no/such.py" in caplog.text
+
+
+@mkdocs
+def test_formulas_become_mathml():
+    from scripts import site
+
+    page = next(iter(site.NOTEBOOKS))
+    text = site._aside("of $x_i$ and\n$$\\frac{1}{2}$$\n```python\nprice = '$5$'\n```\nand `$y$` costs $5\n", page)
+    assert text.count("FORMULA") == 2
+    assert "price = '$5$'" in text
+    assert "`$y$` costs $5" in text
+    html = site.on_page_content(text, SimpleNamespace(file=SimpleNamespace(src_uri=page)), None, None)
+    assert html.count("<math") == 2
+    assert 'display="block"' in html
+
+
+@mkdocs
+def test_a_notebook_is_a_page_with_its_pictures():
+    from scripts import site
+
+    page, file = next(iter(site.NOTEBOOKS.items()))
+    made = site.notebook(page, ROOT / file)
+    pictures = {name: content for name, content in made.items() if name != page}
+    assert pictures
+    assert all(content.startswith(b"\x89PNG") for content in pictures.values())
+    for name in pictures:
+        assert f"![]({name.removeprefix('tutorials/')})" in site.rewritten(made[page], page)
