@@ -33,6 +33,7 @@ ELSEWHERE = {
     "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
     "benchmarks.md": "benchmarks/README.md",
     "tutorials/index.md": "tutorials/README.md",
 }
