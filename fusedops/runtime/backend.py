@@ -311,7 +311,14 @@ def can_launch(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Which backend serves a call and why. ``reasons`` lists everything that keeps Triton from serving it."""
+    """Which backend serves a call and why; what :func:`explain` returns. ``str`` of it is for people.
+
+    Attributes:
+        function: the function's name.
+        backend: ``"triton"`` or ``"torch"``: what serves the call.
+        mode: what was asked for: ``"auto"``, ``"triton"`` or ``"torch"``.
+        reasons: everything that keeps the kernels from serving the call; empty where nothing does.
+    """
 
     function: str
     backend: Literal["triton", "torch"]
