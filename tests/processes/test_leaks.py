@@ -41,7 +41,7 @@ def check(step, warm=30, steps=1000):
             size = tracemalloc.get_traced_memory()[0] - size
             if size < limit:
                 break
-        assert tensors() == before
+        assert tensors() <= before  # what other tests left may go meanwhile
         assert size < limit, f"{size} bytes more after each {steps} steps"
     finally:
         tracemalloc.stop()
@@ -90,7 +90,7 @@ def test_steps_of_the_kernels(kernel_runner):
     before = tensors()
     for _ in range(15):
         step()
-    assert tensors() == before  # of bytes the interpreter keeps some of its own
+    assert tensors() <= before  # of bytes the interpreter keeps some of its own
 
 
 def test_patching_and_unpatching_again_and_again():
