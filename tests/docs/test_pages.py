@@ -63,7 +63,7 @@ def test_the_environment_page_has_every_variable():
 # --- troubleshooting.md ----------------------------------------------------------------------------------------------
 
 TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## From torch and Triton")[0]
-MESSAGES = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\*\*(`.*`)\*\*", TROUBLE, re.MULTILINE)))
+MESSAGES = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\* \*\*(`.*`)\*\*", TROUBLE, re.MULTILINE)))
 
 
 def _texts():
