@@ -32,7 +32,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from typer.testing import CliRunner
 
 folder = Path(tempfile.mkdtemp())
 os.chdir(folder)
@@ -45,7 +44,6 @@ from fusedops.autotune.lookup import look_up, store
 from fusedops.autotune.offline import rank
 from fusedops.autotune.roofline import PRODUCTS, estimate
 from fusedops.autotune.workloads import problems_of
-from fusedops.cli.app import app
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +55,7 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "lege
 # ## There is no best configuration
 #
 # A kernel of `fusedops.linear` works in tiles. How large they are, how many warps work on one and how many loads are in flight is its
-# *configuration*. Take a layer of 4,096 to 4,096 features, 16, 256 or 8,192 rows, and three GPUs: nine problems. For each we ask a model
+# *configuration*. Take a layer of 4,096 to 4,096 features, 16, 256 or 8,192 rows, and two GPUs: six problems. For each we ask a model
 # for its best tile, and then what the tile that is best for one problem costs on another.
 #
 # The model is a roofline with occupancy, latency and waves (`fusedops/autotune/roofline.py` has its assumptions). It takes public figures
@@ -78,37 +76,30 @@ def modelled(config, operator, problem, facts):
     return estimate(operator.work(config, problem, facts), facts)
 
 
-cases = {f"{gpu}, {rows}": linear(gpu, rows) for gpu in ("H100", "A100", "RTX 4090") for rows in (16, 256, 8192)}
-tiles = dict.fromkeys(
-    c for operator, problem, _ in cases.values() for c in operator.space(problem) if c.kernel == "tiled"
-)
+cases = {f"{gpu}, {rows}": linear(gpu, rows) for gpu in ("H100", "RTX 4090") for rows in (16, 256, 8192)}
+spaces = (operator.space(problem) for operator, problem, _ in cases.values())
+tiles = dict.fromkeys(config for space in spaces for config in space if config.kernel == "tiled")
 best = {name: min(tiles, key=lambda config: modelled(config, *case)) for name, case in cases.items()}
 cost = torch.tensor([[modelled(best[other], *cases[name]) for other in cases] for name in cases], dtype=torch.float64)
 cost = cost / cost.diagonal()[:, None]
 assert (cost >= 1 - 1e-9).all()
 assert (cost.max(0).values > 1.3).all()  # each winner is far behind somewhere, or does not fit there
 
-figure, axes = plt.subplots(figsize=(7.5, 4.6))
+figure, axes = plt.subplots(figsize=(6, 3.6))
 axes.imshow(cost.clamp(max=4).log2(), cmap="Blues", aspect="auto")
-for row, column in itertools.product(range(9), repeat=2):
+for row, column in itertools.product(range(6), repeat=2):
     value = cost[row, column].item()
-    axes.text(
-        column, row, "does\nnot fit" if value == float("inf") else f"{value:.2f}", ha="center", va="center",
-        color="white" if value > 2 else "black", fontsize=8,
-    )  # fmt: skip
+    shown = "ruled\nout" if value == float("inf") else f"{value:.2f}"
+    axes.text(column, row, shown, ha="center", va="center", color="white" if value > 2 else "black", fontsize=8)
 labels = [f"{name}\n{c.rows}×{c.cols}×{c.depth}, {c.num_warps} warps" for name, c in best.items()]
-axes.set_xticks(range(9), labels=labels, rotation=60, ha="right", fontsize=7)
-axes.set_yticks(range(9), labels=list(cases))
-axes.set(
-    ylabel="problem: GPU, rows",
-    xlabel="tile that is best for",
-    title="Times the time of the problem's own best tile (a model)",
-)
+axes.set_xticks(range(6), labels=labels, rotation=60, ha="right", fontsize=7)
+axes.set_yticks(range(6), labels=list(cases))
+axes.set(ylabel="problem: GPU, rows", xlabel="tile that is best for", title="Times the time of the best tile (a model)")
 plt.show()
 
 # %% [markdown]
-# A large tile reads its operands fewest times, and leaves most of the GPU idle where rows are few. A tile that fits an H100's shared
-# memory does not fit another GPU's. So a configuration belongs to a **problem** on a **device**.
+# A large tile reads its operands fewest times, and leaves most of the GPU idle where rows are few; larger than the problem it is ruled out. One
+# that fits an H100's shared memory does not fit every GPU's. So a configuration belongs to a **problem** on a **device**.
 #
 # ## The problem's key, and its buckets
 #
@@ -158,13 +149,13 @@ assert why["fits"] + sum(count for reason, count in why.items() if reason != "fi
 #
 # ## Pruning by compiled code
 #
-# A model that has not seen the code believes too much. Here are eight tiles, two of which the rules above would already have stopped,
+# A model that has not seen the code believes too much. Here are six tiles, two of which the rules above would already have stopped,
 # compiled for an H100 as a search compiles its candidates. Then the model is asked again, with what the compiler said.
 
 # %%
 default = operator.default(problem, facts)
-tiles = [(64, 64, 64, 3, 4), (128, 64, 32, 2, 4), (64, 256, 64, 3, 4), (128, 128, 64, 4, 8)]
-tiles += [(256, 128, 64, 4, 8), (128, 256, 64, 3, 4), (256, 256, 64, 3, 8)]
+tiles = [(64, 64, 64, 3, 4), (64, 256, 64, 3, 4), (128, 128, 64, 4, 8)]
+tiles += [(128, 256, 64, 3, 4), (256, 256, 64, 3, 8)]
 names = ("rows", "cols", "depth", "num_stages", "num_warps")
 chosen = [default, *(replace(default, **dict(zip(names, tile, strict=True))) for tile in tiles)]
 reports = compile_configs(operator, problem, facts, chosen, threads=os.cpu_count() or 1)
@@ -176,9 +167,8 @@ for config in chosen:
     before, after = estimate(work, facts), estimate(work, facts, with_issue(report))
     table.append((config, report, before, after))
     shape = f"{config.rows:4} {config.cols:4} {config.depth:5} {config.num_stages:6} {config.num_warps:5}"
-    print(
-        f"{shape} | {report.registers:9} {report.spill_bytes:5} {report.shared:6} | {before * 1e6:5.0f}, {after * 1e6:5.0f}"
-    )
+    figures = f"{report.registers:9} {report.spill_bytes:5} {report.shared:6}"
+    print(f"{shape} | {figures} | {before * 1e6:5.0f}, {after * 1e6:5.0f}")
     for text in (*report.warnings, operator.unfit(config, problem, facts)):
         print("      ^", text) if text else None
 
@@ -190,11 +180,11 @@ assert known[3] < believed[3]
 # %% [markdown]
 # The 256×256 tile looks best: fewest reads. But its sums do not fit into 255 registers a thread; they spill to memory, and the assembler
 # gives up running the matrix instructions asynchronously. A search *demotes* such candidates (they are tried last, if at all), and prunes
-# those that exceed the shared memory. Each dot below is a candidate, the corner that it may use is white:
+# those that exceed the shared memory. Each dot below is a candidate; it may use what is white:
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 3.6))
-limit, spilt = facts.shared_memory / 1024, [row for row in table if row[1].spill_bytes]
+limit = facts.shared_memory / 1024
 axes.axvspan(limit, 262, color="#EEEEEE"), axes.axhspan(255, 300, color="#EEEEEE")
 axes.text(limit + 3, 90, "more than a\nprogram may\nhave", fontsize=8)
 axes.text(25, 284, "more than a thread has: spilt", fontsize=8, va="center")
@@ -203,31 +193,24 @@ needs = [row[1].registers + (20 if row[1].spill_bytes else 0) for row in table]
 shared = [row[1].shared / 1024 for row in table]
 dots = axes.scatter(shared, needs, c=times, cmap="cividis_r", s=90, edgecolor="black", vmin=min(times), vmax=max(times))
 for (config, report, *_), x, y in zip(table, shared, needs, strict=True):
-    label = f"{config.rows}×{config.cols}" + (" (default)" if config == default else "")
-    axes.annotate(
-        label + (", demoted" if report.spill_bytes else ""),
-        (x, y),
-        xytext=(8, -3),
-        textcoords="offset points",
-        fontsize=8,
-    )
+    label = f"{config.rows}×{config.cols}" + ("\n(default)" if config == default else "")
+    label += "\ndemoted" if report.spill_bytes else ""
+    axes.annotate(label, (x, y), xytext=(8, -3), textcoords="offset points", fontsize=8)
 figure.colorbar(dots, label="µs, by the model")
 axes.set(xlabel="shared memory a program, KiB", ylabel="registers a thread", xlim=(20, 262), ylim=(60, 300))
-axes.set_title(
-    "Eight tiles, compiled for an H100 (registers and shared memory as the compiler reports them)", fontsize=9
-)
+axes.set_title("Six tiles, compiled for an H100 (registers and shared memory as the compiler reports them)", fontsize=9)
 plt.show()
 assert all(x <= limit for x in shared)
 
 # %% [markdown]
 # ## A ranking without a GPU
 #
-# `fusedops autotune --offline --target H100` does that for whole models, and stores the outcome. From Python, with a small budget of eight
+# `fusedops autotune --offline --target H100` does that for whole models, and stores the outcome. From Python, with a small budget of six
 # candidates, for the backward of a LayerNorm:
 
 # %%
 _, (operator, problem) = problems_of("norm", facts, rows=4096, width=768)
-(result,) = rank([(operator, problem, "")], facts, most=8)
+(result,) = rank([(operator, problem, "")], facts, most=6)
 entry = result.entry
 print(operator.key(problem))
 for candidate in result.candidates:
@@ -249,24 +232,33 @@ assert entry.median is None
 
 # %%
 store().put(Identity.of(facts), [entry])
+Path("lines.py").write_text("""
+import shlex, sys
+from fusedops.cli.app import app
+
+for line in sys.argv[1:]:
+    print("$ fusedops", line, flush=True)
+    try:
+        app(shlex.split(line))
+    except SystemExit as end:
+        print("[exit code 1]" if end.code else "", flush=True)
+""")
 
 
-def command(line, lines=100, code=0, **environment):
-    """``fusedops`` in this process; in one of its own where it gets another environment. Dates are left out."""
-    if environment:
-        call = [sys.executable, "-m", "fusedops", *shlex.split(line)]
-        done = subprocess.run(call, env=os.environ | environment, capture_output=True, text=True)
-        output, exited = done.stdout + done.stderr, done.returncode
-    else:
-        done = CliRunner().invoke(app, shlex.split(line))
-        output, exited = done.output, done.exit_code
-    assert exited == code, output
-    text = re.sub(r"\d{4}-\d\d-\d\d(T[\d:]+Z)?", "DATE", output.replace(str(folder), "FOLDER"))
-    print(f"$ fusedops {line}", *text.rstrip().splitlines()[:lines], sep="\n")
+def fusedops_command(*lines, **environment):
+    """Lines of the ``fusedops`` command, in a process without this page's colours. Dates are left out."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
+    plain |= {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "110", "PYTHONUTF8": "1"}
+    done = subprocess.run([sys.executable, "lines.py", *lines], env=plain | environment, capture_output=True, text=True)
+    text = done.stdout.replace(str(folder), "FOLDER").replace(sys.executable, "python")
+    return re.sub(r"\d{4}-\d\d-\d\d(T[\d:]+Z)?", lambda date: "DATE".ljust(len(date[0])), text).strip()
 
 
-command("cache list")
-command("cache show norm width=768", lines=26)
+asked = "norm width=768 itemsize=2 direction=backward sums=2 rows=4096"  # the other fields have their usual values
+told = fusedops_command("cache list", "cache show norm width=768", f"cache explain {asked} --target H100")
+told, _, explained = told.rpartition("$ ")
+print(told.partition("Candidates")[0])  # those are as printed above
+assert "heuristic" in told
 
 # %% [markdown]
 # ## Where a configuration comes from
@@ -276,8 +268,8 @@ command("cache show norm width=768", lines=26)
 # A look-up never raises and never searches. `explain` asks them all:
 
 # %%
-fields = operator.key(problem)
-command(f"cache explain norm {fields} --target H100", lines=14)
+print("$", explained)
+assert "your store answers" in explained
 
 # %% [markdown]
 # The same from Python, for four questions whose answers come from four places:
@@ -290,10 +282,10 @@ questions = {
     "on an H200": (problem, PRODUCTS["H200"].facts),
     "width 1000": (wide, facts),
 }
-for question, (asked, where) in questions.items():
-    found = look_up(operator, asked, where)
+for question, (wanted, where) in questions.items():
+    found = look_up(operator, wanted, where)
     print(f"{question:10}  {found.source}{' (exactly this problem on this GPU)' if found.exact else ''}")
-    assert operator.unfit(found.config, asked, where) is None  # whatever the source, it was checked
+    assert operator.unfit(found.config, wanted, where) is None  # whatever the source, it was checked
 assert look_up(operator, problem, facts).source == "your store"
 assert look_up(operator, wide, facts).source == "default"
 
@@ -319,18 +311,17 @@ import torch, fusedops
 layer = fusedops.nn.RMSNorm(512, device="cuda" if torch.cuda.is_available() else "cpu")
 layer(torch.randn(100, 512, device=layer.weight.device)).sum().backward()
 """)
-interpreted = {} if device == "cuda" else {"TRITON_INTERPRET": "1"}
-command(f"record --output met.jsonl -- {shlex.quote(sys.executable)} train.py".replace(sys.executable, "python"), code=0,
-        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **interpreted)  # fmt: skip
+told = fusedops_command(
+    f"record --output met.jsonl -- {shlex.quote(sys.executable)} train.py",
+    "autotune --from met.jsonl --offline --target H100 --dry-run",
+    **({} if device == "cuda" else {"TRITON_INTERPRET": "1"}),
+)
+print(told)
 met, wrong = fusedops.autotune.read_recorded(Path("met.jsonl"))
 assert not wrong
 for item in met:
     print(item.operator.name, item.problem.direction, item.problem.rows, item.problem.width, item.problem.kind)
-assert [(item.problem.direction, item.problem.rows) for item in met] == [
-    ("forward", 128),
-    ("backward", 128),
-]  # 100 rows
-command("autotune --from met.jsonl --offline --target H100 --dry-run", lines=11)
+assert {item.problem.rows for item in met} == {bucket(100)}
 
 # %% [markdown]
 # On the machine with the GPU it is `fusedops autotune --from met.jsonl --budget 10m`. After Ctrl-C, or at the budget's end, the same command
@@ -342,33 +333,26 @@ command("autotune --from met.jsonl --offline --target H100 --dry-run", lines=11)
 # it. On another machine, here another folder:
 
 # %%
-command("cache export team.json")
-command("cache verify team.json")
-command("cache import team.json", FUSEDOPS_CACHE_DIR=str(folder / "colleague"))
-command("cache merge all.json team.json team.json")
+print(fusedops_command("cache export team.json", "cache verify team.json", "cache diff team.json store"))
+print(fusedops_command("cache merge all.json team.json team.json"))
 assert Path("all.json").read_bytes() == Path("team.json").read_bytes()  # the same entries, the same bytes
-command("cache diff team.json store")
+told = fusedops_command("cache import team.json", FUSEDOPS_CACHE_DIR=str(folder / "colleague"))
+print(told)
+assert "1 added" in told
 
 # %% [markdown]
 # Or name the file in `FUSEDOPS_CONFIG_PATH` and import nothing: bake it into a container's image, or put it on a shared disk. A container
-# whose cache is empty then finds it:
-
-# %%
-command(
-    f"cache explain norm {fields} --target H100",
-    lines=4,
-    FUSEDOPS_CACHE_DIR=str(folder / "empty"),
-    FUSEDOPS_CONFIG_PATH="team.json",
-)
-
-# %% [markdown]
-# What someone has edited by hand, or what no longer fits, is refused, and the next source answers:
+# whose cache is empty then finds it. What someone has edited by hand is refused, and the next source answers:
 
 # %%
 text = Path("team.json").read_text()
 Path("edited.json").write_text(re.sub(r'"num_warps": ?\d+', '"num_warps": 3', text))
 assert json.loads(text) != json.loads(Path("edited.json").read_text())
-command("cache verify edited.json", code=1)
+for file, answers in (("team.json", "team.json answers"), ("edited.json", "shipped with fusedops answers")):
+    elsewhere = {"FUSEDOPS_CACHE_DIR": str(folder / "empty"), "FUSEDOPS_CONFIG_PATH": file}
+    told = fusedops_command(f"cache verify {file}", f"cache explain {asked} --target H100", **elsewhere)
+    print(*(line for line in told.splitlines() if re.search("^\\$|wrong|answers:", line)), sep="\n")
+    assert answers in told
 
 # %% [markdown]
 # ## Several ranks
@@ -390,16 +374,11 @@ assert fusedops.autotune.sync() == []
 
 # %%
 if device == "cuda":
-    _, (operator, problem) = problems_of(
-        "norm", fusedops.runtime.device.device_facts(torch.device("cuda")), rows=4096, width=768
-    )
     (result,) = fusedops.autotune.tune([problem], key_budget_s=20)
-    print(
-        result.refused
-        or f"the winner takes {result.entry.median * 1e6:.1f} µs, the default {result.entry.default_median * 1e6:.1f} µs"
-    )
+    entry = result.entry
+    print(result.refused or f"winner: {entry.median * 1e6:.1f} µs, default: {entry.default_median * 1e6:.1f} µs")
     print(Counter(candidate.outcome for candidate in result.candidates))
-    command("cache show norm width=768", lines=26)
+    print(fusedops_command("cache show norm width=768"))
 else:
     print("no GPU here: nothing to time")
 

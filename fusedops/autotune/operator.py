@@ -257,8 +257,12 @@ def operators() -> dict[str, Operator]:
 
 
 def operator_named(name: str) -> Operator:
-    """ValueError naming the known ones for another name."""
+    """fusedops' operator of a name, or a user's that this process has made; ValueError naming the known ones."""
     known = operators()
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"op must be one of {', '.join(known)}; got {name!r}")
-    return known[name]
+    if isinstance(name, str):
+        if name in known:
+            return known[name]
+        for operator in reversed(_made):  # of a module that was loaded again the new one
+            if operator.name == name:
+                return operator
+    raise ValueError(f"op must be one of {', '.join(known)}; got {name!r}")

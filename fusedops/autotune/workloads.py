@@ -47,6 +47,8 @@ def problems_of(op: str, facts: DeviceFacts, **sizes: Any) -> list[Met]:
         ['forward', 'backward']
     """
     operator_named(op)
+    if op not in _PROBLEMS:
+        raise ValueError(f"{op} is an operator of yours: name its problems themselves")
     module, _, name = _PROBLEMS[op].partition(":")
     function: Callable[..., list[Met]] = getattr(importlib.import_module(module), name)
     taken = {key: value for key, value in inspect.signature(function).parameters.items() if key != "facts"}
