@@ -249,7 +249,8 @@ def fusedops_command(*lines, **environment):
     """Lines of the ``fusedops`` command, in a process without this page's colours. Dates are left out."""
     plain = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
     plain |= {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "110", "PYTHONUTF8": "1"}
-    done = subprocess.run([sys.executable, "lines.py", *lines], env=plain | environment, capture_output=True, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([sys.executable, "lines.py", *lines], env=plain | environment, **pipes)
     text = done.stdout.replace(str(folder), "FOLDER").replace(sys.executable, "python")
     return re.sub(r"\d{4}-\d\d-\d\d(T[\d:]+Z)?", lambda date: "DATE".ljust(len(date[0])), text).strip()
 
