@@ -90,7 +90,7 @@ axes[0].set_ylabel("exp(s - m)")
 fig.tight_layout()
 plt.show()
 torch.testing.assert_close(weights / total, scores.softmax(0))
-print("after the last block: the softmax, exactly")
+print("after the last block: the softmax")
 
 # %% [markdown]
 # ## Attention block by block
@@ -147,11 +147,12 @@ print("two parts merge to the whole")
 # \qquad \delta_i = \sum_l p_{il}\,(g_i\cdot v_l) = g_i\cdot o_i$$
 #
 # The last step is the trick: the sum over all keys is the product of two vectors that are there. And with the lse each weight can be
-# computed anew, $p_{ij}=e^{s_{ij}-\text{lse}_i}$: one number a query is all that the forward has to keep. Then
+# computed anew, $p_{ij}=e^{s_{ij}-\text{lse}_i}$: beside the output, one number a query is all that the forward has to keep. Then
 # $\partial L/\partial q_i=\sum_j \partial s_{ij}k_j/\sqrt D$, and likewise for $k$.
 #
-# fusedops runs two kernels: one whose programs own keys and walk the queries (for dk and dv), one whose programs own queries (for dq).
-# Each gradient has one owner, so nothing is added atomically, and the same call gives the same bits.
+# fusedops has programs that own keys and walk the queries (for dk and dv), and programs that own queries and walk the keys (for dq): two
+# kernels, or one launch where both are small. Each gradient has one owner, so nothing is added atomically, and the same call gives the
+# same bits.
 
 
 # %%
@@ -190,6 +191,19 @@ for ours, theirs in zip(blocked_backward(q, k, v, out, lse, g), expected, strict
 print("dq, dk and dv are autograd's")
 
 # %% [markdown]
+# One number a query, or two: where scores are large, the sum's logarithm is lost in rounding when it is added to the maximum. fusedops' kernels
+# keep $m$ and $\ell$ apart for the backward, and give lse to those who ask for it.
+
+# %%
+large = torch.tensor([20_000.0, 19_999.5, 19_999.0])  # float32: numbers near 20,000 are 0.002 apart
+exact = large.double().softmax(0)
+from_lse = torch.exp(large - large.logsumexp(0))
+from_two = torch.exp(large - large.max()) / torch.exp(large - large.max()).sum()
+errors = {name: float((p - exact).abs().max()) for name, p in (("lse", from_lse), ("m and sum", from_two))}
+print("error of the weights, from", {name: f"{error:.0e}" for name, error in errors.items()})
+assert errors["m and sum"] < 1e-6 < 1e-4 < errors["lse"]
+
+# %% [markdown]
 # ## Masks, and the tiles that they spare
 #
 # A causal query sees no later key. Where a whole tile is hidden it need not be visited; where all of it is seen, nothing need be compared.
@@ -200,12 +214,16 @@ print("dq, dk and dv are autograd's")
 
 
 # %%
-def seen(queries, keys, **options):
-    """Which scores count: attention whose values are the unit vectors returns its weights."""
+def weights_of(queries, keys, **options):
+    """Attention whose values are the unit vectors returns its weights; here all scores are 0 before the options."""
     zeros = torch.zeros(1, 1, max(queries, keys), 8)
     with fusedops.backend("torch"):
         values = torch.eye(keys)[None, None]
-        return fusedops.attention(zeros[:, :, :queries], zeros[:, :, :keys], values, **options)[0, 0] > 0
+        return fusedops.attention(zeros[:, :, :queries], zeros[:, :, :keys], values, **options)[0, 0]
+
+
+def seen(queries, keys, **options):
+    return weights_of(queries, keys, **options) > 0
 
 
 kinds = {
@@ -234,6 +252,35 @@ print(
     f" {int((tiles == 0).sum())} never visited"
 )
 assert torch.equal(seen(16, 16, causal=True), causal)
+
+# %% [markdown]
+# **Biases, and blocks.** ALiBi (Press et al. 2022) hides nothing: it takes a slope times the distance from each score, before the softmax. A
+# `BlockMask` is a rule with a note, for each tile of 128 by 128, of whether it is hidden, seen in part or seen whole; hidden tiles are
+# never visited, forward or backward. [Long sequences](07_long_sequences.ipynb) counts them.
+
+# %%
+alibi = weights_of(16, 16, causal=True, alibi_slopes=torch.tensor([0.5]))
+distance = (torch.arange(16)[:, None] - torch.arange(16)).abs()
+torch.testing.assert_close(alibi, (-0.5 * distance).masked_fill(~causal, -math.inf).softmax(-1))
+
+documents = torch.repeat_interleave(torch.arange(3), torch.tensor([300, 400, 324]))
+blocks = fusedops.BlockMask.from_document_ids(documents)
+tiles = (documents[:, None] == documents).view(8, 128, 8, 128).float().mean((1, 3))
+assert torch.equal(blocks.kinds[0, 0] > 0, tiles > 0)  # visited: all tiles that somebody sees, and no other
+
+fig, (left, right) = plt.subplots(1, 2, figsize=(6.5, 2.7))
+shown = left.imshow(alibi, cmap="cividis", vmin=0)
+fig.colorbar(shown, ax=left, label="weight")
+left.set_title("causal=True, alibi_slopes=[0.5]", fontsize=9)
+right.pcolormesh(blocks.kinds[0, 0], cmap=ListedColormap([GREY, ORANGE, BLUE]), vmin=0, vmax=2, edgecolors="white")
+right.invert_yaxis()
+right.set_aspect("equal")
+visited = int((blocks.kinds > 0).sum())
+right.set_title(f"BlockMask of 3 documents, 1,024 tokens:\n{visited} of 64 tiles visited (orange: in part)", fontsize=9)
+for ax in (left, right):
+    ax.set(xticks=[], yticks=[], xlabel="key", ylabel="query")
+fig.tight_layout()
+plt.show()
 
 # %% [markdown]
 # **A query that sees no key** has no softmax: written out it is 0/0. In fusedops its output and all its gradients are zero, and its lse is
@@ -267,7 +314,7 @@ print(fusedops.explain(fusedops.attention, q, k, v, causal=True))
 # %% [markdown]
 # ## What is kept for the backward
 #
-# Counted from the tensors that autograd really saves, for one head of 32, and what the formulas say beyond that:
+# Besides q, k and v: counted from the tensors that autograd really saves, for one head of 32, and what the formulas say beyond that:
 
 
 # %%
@@ -295,13 +342,13 @@ lengths = [64, 128, 256]
 measured = {
     name: [kept(f, n) for n in lengths] for name, f in (("written out", written_out), ("fused", fusedops.attention))
 }
-assert measured["fused"] == [4 * n * 32 + 8 * n for n in lengths]  # the output, and two numbers a query
+assert measured["fused"] == [4 * n * 32 + 8 * n for n in lengths]  # the output, m and sum
 assert all(size >= 4 * n * n for size, n in zip(measured["written out"], lengths, strict=True))
 
 fig, ax = plt.subplots(figsize=(5.5, 2.8))
 grid = [2**e for e in range(6, 16)]
 ax.loglog(grid, [4 * n * n / 2**20 for n in grid], color=ORANGE, label="4 S² bytes: the weights")
-ax.loglog(grid, [(4 * 32 + 8) * n / 2**20 for n in grid], color=BLUE, label="(4 D + 8) S bytes: output and lse")
+ax.loglog(grid, [(4 * 32 + 8) * n / 2**20 for n in grid], color=BLUE, label="(4 D + 8) S bytes: output, m and sum")
 ax.loglog(lengths, [size / 2**20 for size in measured["written out"]], "o", color=ORANGE, label="written out, measured")
 ax.loglog(lengths, [size / 2**20 for size in measured["fused"]], "o", color=BLUE, label="fused, measured")
 ax.set(xlabel="tokens S", ylabel="MiB a head, float32")
